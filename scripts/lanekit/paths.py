@@ -1,0 +1,12 @@
+"""Where things stand in a checkout. The harness runs from a checkout, as make does."""
+
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+LANES: Final = ROOT / "lanes"
+PROFILES: Final = LANES / "profiles"
+CONTRACTS: Final = LANES / "contracts"
+LOCKS: Final = ROOT / "locks"
+RESULTS: Final = ROOT / "results"
+CACHE: Final = ROOT / ".cache"

@@ -1,0 +1,199 @@
+"""Lanes, arms, cells and profiles, as their files declare them. Strict: no unknown key passes."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lanekit import paths, toml
+from lanekit.errors import ConfigError
+
+
+class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What carries traffic between ranks of a fleet.
+
+    kind: `efa` between hosts, `nvlink` inside one host, `none` where one rank stands alone.
+    provider, fabric: what libfabric must report (`efa`, `efa-direct`); empty without a NIC.
+    """
+
+    kind: Literal["efa", "nvlink", "none"]
+    provider: str = ""
+    fabric: str = ""
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet: hosts, GPUs and NICs a host, fabric, ranks.
+
+    gpus, nics: count on each host. ranks: over all hosts, one a GPU (one on a host without any).
+    gpu: substring of the name that `nvidia-smi` prints. comparable: false marks rows that are
+    never set beside published ones. why: where the numbers of this file come from.
+    """
+
+    name: str
+    title: str
+    hosts: int
+    gpus: int
+    nics: int
+    ranks: int
+    fabric: Fabric
+    why: str
+    gpu: str = ""
+    instance: str = ""
+    comparable: bool = True
+
+
+class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A load point. deadline_s: AIPerf can wait for ever, so every cell ends by this many seconds."""
+
+    concurrency: int
+    requests: int
+    deadline_s: float = 1800.0
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What AIPerf sends. isl, osl: synthetic tokens in and out of every request."""
+
+    isl: int
+    osl: int
+    cells: dict[str, Cell]
+    seed: int = 0
+    aiperf: str = "0.10.0"
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is served. source: a hub id, or `built:NAME` for a model the lane makes itself."""
+
+    source: str
+    served_name: str
+    dummy_weights: bool = False
+
+
+class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named variant of a lane.
+
+    contracts: profile name -> contract name; its keys are the profiles the arm fits.
+    args: appended to the engine's command. env: variable -> value, each read by the component
+    that `reads` names. models: profile name -> model, where it is not the lane's.
+    environment: profile name -> environment in locks/ (empty: the engine is in the image).
+    """
+
+    title: str
+    contracts: dict[str, str]
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    reads: dict[str, str] = {}
+
+
+class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What differs on a profile: the model, the environments, extra arguments and variables."""
+
+    arm: str
+    model: Model | None = None
+    environment: str = ""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+
+
+class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine under one workload. `profiles` holds what differs there; `arm` is the default."""
+
+    name: str
+    title: str
+    engine: str
+    stack: str
+    model: Model
+    workload: Workload
+    arms: dict[str, Arm]
+    profiles: dict[str, Setting]
+    ready_s: float = 1200.0
+
+
+def profile(name: str) -> Profile:
+    """The fleet `lanes/profiles/NAME.toml`.
+
+    Raises:
+        ConfigError: no such profile (the known ones are listed) or a bad file.
+    """
+    known = profile_names()
+    _require(name, known, what="profile", option="PROFILE")
+    found = toml.load(paths.PROFILES / f"{name}.toml", Profile)
+    if found.ranks != found.hosts * max(found.gpus, 1):
+        raise ConfigError(
+            f"profile {name}: ranks = {found.ranks}, but {found.hosts} hosts x {found.gpus} GPUs",
+            remedy="One rank a GPU: make ranks = hosts x gpus (hosts alone without GPUs).",
+        )
+    return found
+
+
+def profile_names() -> list[str]:
+    """The known profiles, sorted."""
+    return sorted(path.stem for path in paths.PROFILES.glob("*.toml"))
+
+
+def lane(name: str) -> Lane:
+    """The lane `lanes/NAME/lane.toml`.
+
+    Raises:
+        ConfigError: no such lane (the known ones are listed) or a bad file.
+    """
+    _require(name, lane_names(), what="lane", option="LANE")
+    return checked(toml.load(paths.LANES / name / "lane.toml", Lane))
+
+
+def lane_names() -> list[str]:
+    """The known lanes, sorted."""
+    return sorted(path.parent.name for path in paths.LANES.glob("*/lane.toml"))
+
+
+def checked(found: Lane) -> Lane:
+    """A lane whose names refer to arms and profiles that exist."""
+    for where, setting in found.profiles.items():
+        _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
+        _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")
+    for arm in found.arms.values():
+        for where in arm.contracts:
+            _require(where, found.profiles, what="profile", option=f"lane {found.name}, contracts")
+    return found
+
+
+def arm(found: Lane, name: str, where: str) -> Arm:
+    """The arm `name` of a lane on profile `where`.
+
+    Raises:
+        ConfigError: no such arm, or it does not fit the profile.
+    """
+    _require(name, found.arms, what="arm", option="ARM")
+    chosen = found.arms[name]
+    if where not in chosen.contracts:
+        fits = ", ".join(sorted(chosen.contracts))
+        others = [n for n, a in found.arms.items() if where in a.contracts]
+        raise ConfigError(
+            f"arm {found.name}/{name} does not run on profile {where}; it runs on: {fits}",
+            remedy=f"On {where} choose ARM={' or ARM='.join(others)}."
+            if others
+            else f"Choose PROFILE= one of: {fits}.",
+        )
+    return chosen
+
+
+def cells(found: Lane, names: Iterable[str]) -> dict[str, Cell]:
+    """The chosen load points, in the order of the lane file; all of them when none is named."""
+    wanted = list(names)
+    for name in wanted:
+        _require(name, found.workload.cells, what="cell", option="CELLS")
+    return {n: c for n, c in found.workload.cells.items() if not wanted or n in wanted}
+
+
+def _require(name: str, known: Iterable[str] | Mapping[str, object], *, what: str, option: str) -> None:
+    names = list(known)
+    if name not in names:
+        raise ConfigError(
+            f"{option}: no {what} named '{name}'",
+            remedy=f"Known {what}s: {', '.join(names) or 'none'}.",
+        )
+
+
+def contract_path(name: str) -> Path:
+    """The file of a contract, whether or not it exists."""
+    return paths.CONTRACTS / f"{name}.toml"

@@ -1,0 +1,75 @@
+"""Strict TOML: a file decodes into its struct or fails with the key, the place and the valid names."""
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from lanekit.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `(?P<at>[^`]*)`)?")
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Decode a TOML file into `kind`.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or holds a key or value its schema refuses.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", remedy="Check the name.") from error
+    return decode(text, kind, where=str(path))
+
+
+def decode(text: bytes, kind: type[T], *, where: str) -> T:
+    """Decode TOML text into `kind`; `where` names the source in errors."""
+    try:
+        return msgspec.toml.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, kind, where) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not TOML: {error}", remedy="Fix the syntax there.") from error
+
+
+def _explained(error: msgspec.ValidationError, kind: type[Any], where: str) -> ConfigError:
+    """Name the valid keys: msgspec says which key is unknown but not which ones exist."""
+    match = _UNKNOWN.search(str(error))
+    if match is None:
+        return ConfigError(f"{where}: {error}", remedy="Fix the value there.")
+    names = _fields_at(kind, match["at"] or "$")
+    place = (match["at"] or "$").replace("$.", "").replace("$", "top level")
+    return ConfigError(
+        f"{where}: unknown key '{match['field']}' at {place}",
+        remedy=f"Valid keys there: {', '.join(names)}." if names else "Remove the key.",
+    )
+
+
+def _fields_at(kind: Any, at: str) -> list[str]:
+    """The field names of the struct that a msgspec path such as `$.arm[...].env` points to."""
+    info: Any = msgspec.inspect.type_info(kind)
+    for step in re.findall(r"\.([A-Za-z_]\w*)|(\[[^\]]*\])", at):
+        info = _descend(info, *step)
+        if info is None:
+            return []
+    info = _struct_of(info)
+    return [field.encode_name for field in info.fields] if info is not None else []
+
+
+def _descend(info: Any, name: str, bracket: str) -> Any:
+    if bracket:
+        return getattr(info, "value_type", None) or getattr(info, "item_type", None)
+    struct = _struct_of(info)
+    fields = {field.encode_name: field.type for field in struct.fields} if struct else {}
+    return fields.get(name)
+
+
+def _struct_of(info: Any) -> Any:
+    if isinstance(info, msgspec.inspect.UnionType):
+        found = (_struct_of(member) for member in info.types)
+        return next((member for member in found if member is not None), None)
+    return info if isinstance(info, msgspec.inspect.StructType) else None
