@@ -58,7 +58,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     osl: int
     cells: dict[str, Cell]
     seed: int = 0
-    aiperf: str = "0.10.0"
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,8 +73,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     contracts: profile name -> contract name; its keys are the profiles the arm fits.
     args: appended to the engine's command. env: variable -> value, each read by the component
-    that `reads` names. models: profile name -> model, where it is not the lane's.
-    environment: profile name -> environment in locks/ (empty: the engine is in the image).
+    that `reads` names.
     """
 
     title: str
@@ -86,7 +84,10 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What differs on a profile: the model, the environments, extra arguments and variables."""
+    """What differs on a profile: the default arm, the model, extra arguments and variables.
+
+    environment: the lock in locks/ that the engine is installed from; empty where it is in an image.
+    """
 
     arm: str
     model: Model | None = None

@@ -1,0 +1,67 @@
+# One target per row. Every recipe is a thin call of lanekit; plain `make` prints this help.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+LANEKIT := $(VENV)/bin/lanekit
+STAMP := $(VENV)/.stamp
+# An option is passed on only where it is given: the harness chooses the rest and says so.
+option = $(if $(strip $($(1))),$(2) '$($(1))')
+
+.PHONY: help setup lint test test-all bench report verify-logs clean
+
+##@ Run
+help: ## Print this help
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
+	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= RESULTS= TORCH_INDEX= ENV= PLAN=1\n'
+
+lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
+	@exec $(LANEKIT) run $* $(call option,PROFILE,--profile) $(call option,ARM,--arm) \
+	  $(call option,CELLS,--cells) $(call option,MODEL,--model) $(call option,PORT,--port) \
+	  $(call option,LAUNCHER,--launcher) $(call option,RESULTS,--results) \
+	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
+	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
+	  $(if $(PLAN),--plan)
+
+##@ Judge
+verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM= PROFILE= JSON=]
+	@test -n "$(RESULTS)" || { echo "error: say which drop: make verify-logs RESULTS=DIR" >&2; exit 2; }
+	@exec $(LANEKIT) verify '$(RESULTS)' $(call option,LANE,--lane) $(call option,ARM,--arm) \
+	  $(call option,PROFILE,--profile) $(call option,JSON,--json) $(call option,JUNIT,--junit)
+
+report: setup ## Write results/RESULTS.md from the drops
+	@$(LANEKIT) report
+
+##@ Work on it
+setup: $(STAMP) ## Make .venv with the command lanekit, from its hashed lock
+
+$(STAMP): locks/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or later is needed; name one with PYTHON=" \
+	  if sys.version_info < (3, 11) else 0)'
+	@echo "setup: $(VENV) from locks/dev.txt"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r locks/dev.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+lint: setup ## ruff, mypy strict, shellcheck
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@git ls-files -z '*.sh' .ci/run | xargs -0 -r $(VENV)/bin/shellcheck
+
+test: setup ## Unit tests: seconds, no Docker, no network
+	@$(VENV)/bin/python -m pytest tests/unit
+
+test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)
+	@$(VENV)/bin/python -m pytest tests/unit tests/lanes
+
+bench: setup ## Measure the harness against its bars, as ratios
+	@$(VENV)/bin/python scripts/bench.py
+
+clean: ## Remove environments, models and caches (never a drop)
+	@rm -rf $(VENV) .cache

@@ -1,0 +1,106 @@
+"""The command `lanekit`; make targets are thin calls of it. Imports stay inside the commands."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from lanekit.errors import LaneError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0 done or proven, 1 refuted, 2 no verdict."""
+    args = _parser().parse_args(argv)
+    command: Command = args.command
+    try:
+        return command(args)
+    except LaneError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.remedy:
+            print(f"  {error.remedy}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lanekit", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a lane, keep its drop, judge it, print the row")
+    _add_run_arguments(run)
+    run.set_defaults(command=_run)
+    verify = commands.add_parser("verify", help="judge a drop or a log, offline")
+    _add_verify_arguments(verify)
+    verify.set_defaults(command=_verify)
+    report = commands.add_parser("report", help="write results/RESULTS.md from the drops")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("lane", help="a folder of lanes/")
+    add("--profile", default="", help="the fleet; chosen from this machine when not given")
+    add("--arm", default="", help="the variant; the lane's default on the profile when not given")
+    add("--cells", default="", help="load points, comma-separated; all when not given")
+    add("--model", default="", help="a local directory or a hub id instead of the lane's model")
+    add("--port", type=int, default=0, help="the server's port; a free one when not given")
+    add("--launcher", default="process", help="how services are started")
+    add("--results", default="", help="where the drop goes; results/ when not given")
+    add("--torch-index", default="", help="index of CPU torch builds, taken when it answers")
+    add("--server-python", default="", help="an interpreter that already holds the engine")
+    add("--aiperf-python", default="", help="an interpreter that already holds AIPerf")
+    add("--env", default="", help="extra variables for every process: 'A=1 B=2'")
+    add("--plan", action="store_true", help="print the frozen plan and start nothing")
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    from lanekit import verify  # noqa: PLC0415
+
+    verify.add_arguments(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from lanekit import machine, plan, run  # noqa: PLC0415
+    from lanekit.progress import Progress  # noqa: PLC0415
+
+    made = plan.make(_options(args), machine.read())
+    if args.plan:
+        print(plan.render(made))
+        return 0
+    return run.main(made, Progress())
+
+
+def _options(args: argparse.Namespace) -> "plan.Options":  # type: ignore[name-defined]  # noqa: F821
+    from lanekit import plan  # noqa: PLC0415
+
+    return plan.Options(
+        lane=args.lane,
+        profile=args.profile,
+        arm=args.arm,
+        cells=tuple(args.cells.replace(",", " ").split()),
+        model=args.model,
+        port=args.port,
+        launcher=args.launcher,
+        results=args.results,
+        torch_index=args.torch_index,
+        server_python=args.server_python,
+        aiperf_python=args.aiperf_python,
+        env=tuple(args.env.split()),
+    )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from lanekit import verify  # noqa: PLC0415
+
+    return verify.run(args)
+
+
+def _report(_args: argparse.Namespace) -> int:
+    from lanekit import report  # noqa: PLC0415
+
+    print(report.write())
+    return 0

@@ -1,0 +1,175 @@
+"""The drop a run leaves, written as the run goes so that a kill at any moment leaves a readable one."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from lanekit import paths
+from lanekit.errors import ConfigError, LaneError, Unreadable
+from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
+from lanekit.plan import Plan, inherited
+
+MANIFEST: Final = "manifest.json"
+VERDICT: Final = "verdict.json"
+RESERVE: Final = ".reserve"  # given back when the disk is full, so that the end can be recorded
+SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
+
+
+class Drop:
+    """A drop being written. Every change of the manifest reaches the disk before the run goes on."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def create(cls, plan: Plan) -> "Drop":
+        """Make the folder and the first manifest.
+
+        Raises:
+            ConfigError: the folder cannot be made or written.
+        """
+        path = Path(plan.drop)
+        try:
+            for folder in ("logs", "aiperf", "host"):
+                (path / folder).mkdir(parents=True, exist_ok=folder != "logs")
+            (path / RESERVE).write_bytes(b"\0" * 65536)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the drop {path}: {error.strerror}",
+                remedy="Choose a writable folder with enough room: RESULTS=DIR.",
+            ) from error
+        drop = cls(path, _first(plan))
+        drop.save()
+        return drop
+
+    def log(self, host: str, role: str) -> Path:
+        """Where the log of a role on a host goes."""
+        return self.path / "logs" / f"{host}-{role}.log"
+
+    def artifacts(self, cell: str) -> Path:
+        """Where AIPerf's files of a cell go."""
+        return self.path / "aiperf" / cell
+
+    def state(self, state: State, failure: str | None = None) -> None:
+        """Record how far the run came."""
+        self.manifest.state = state
+        self.manifest.failure = failure or self.manifest.failure
+        if state in ("complete", "failed", "interrupted"):
+            self.manifest.ended = _now()
+        self.save()
+
+    def started(self, process: Process) -> None:
+        """Record a process before anything else happens, so that a later run can end it."""
+        self.manifest.processes.append(process)
+        self.save()
+
+    def timing(self, phase: str, seconds: float) -> None:
+        """Record what a phase took."""
+        self.manifest.timings[phase] = round(seconds, 3)
+        self.save()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file of the drop whole or not at all."""
+        atomic(self.path / name, content)
+
+    def seal(self) -> None:
+        """Record the sha256 of every file: from here on the drop is complete."""
+        self.give_reserve_back()
+        names = (p.relative_to(self.path) for p in sorted(self.path.rglob("*")) if p.is_file())
+        kept = [name for name in names if str(name) not in (MANIFEST, VERDICT)]
+        self.manifest.files = {str(name): _digest(self.path / name) for name in kept}
+        self.state("complete")
+
+    def give_reserve_back(self) -> None:
+        """Free the reserved block."""
+        (self.path / RESERVE).unlink(missing_ok=True)
+
+    def save(self) -> None:
+        """Write the manifest whole or not at all."""
+        atomic(self.path / MANIFEST, msgspec.json.format(msgspec.json.encode(self.manifest)))
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of a drop.
+
+    Raises:
+        Unreadable: it is missing, is not JSON, lacks a field, or has a schema of another time.
+    """
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unreadable(f"{path / MANIFEST}: {error}", remedy="Restore the drop.") from error
+    if manifest.schema != SCHEMA:
+        raise Unreadable(
+            f"{path / MANIFEST}: schema {manifest.schema}, this harness reads {SCHEMA}",
+            remedy="Use the harness the drop was made with; its git commit is in the manifest.",
+        )
+    return manifest
+
+
+def _first(plan: Plan) -> Manifest:
+    here = Process(pid=os.getpid(), started=_self_started(), what="runner")
+    known = inherited(plan)
+    return Manifest(
+        row=Row(plan.lane, plan.arm, plan.profile, tuple(plan.cells)),
+        stack=plan.stack,
+        state="planned",
+        started=_now(),
+        plan=msgspec.to_builtins(plan),
+        git=_git(),
+        environment={k: v for k, v in known.items() if not any(s in k.upper() for s in SECRET)},
+        runner=here,
+    )
+
+
+def _self_started() -> float:
+    import psutil  # noqa: PLC0415  (keeps `lanekit verify` free of it)
+
+    return float(psutil.Process().create_time())
+
+
+def _git() -> dict[str, str]:
+    """Commit and cleanliness of the checkout; empty outside one."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        ask = ("git", "-C", str(paths.ROOT))
+        commit = subprocess.check_output((*ask, "rev-parse", "HEAD"), text=True, stderr=-3)
+        dirty = subprocess.check_output((*ask, "status", "--porcelain", "-uno"), text=True)
+        return {"commit": commit.strip(), "dirty": "yes" if dirty.strip() else "no"}
+    return {}
+
+
+def atomic(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        LaneError: no room, or not writable; what stood there before is kept.
+    """
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        with scratch.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise LaneError(
+            f"cannot write {path}: {error.strerror}",
+            remedy="Free some room; what was written before is kept.",
+        ) from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,274 @@
+"""A run: environments, model, server, readiness, sweep, drop, verdict, row; and no trace afterwards.
+
+A lane's run.py says what its lane does with the steps of `Run`; this module says how each is done.
+"""
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Protocol, TextIO
+
+import msgspec
+import requests
+
+from lanekit import drop as drops
+from lanekit import envs, interrupt, machine, model, paths, process, render, report, verify
+from lanekit.errors import CellFailed, ConfigError, Interrupted, LaneError, ServerDied
+from lanekit.plan import CellPlan, Plan, inherited
+from lanekit.progress import Progress
+
+POLL_S: Final = 0.2
+LOCK: Final = paths.CACHE / "run.lock"
+
+
+class LaneScript(Protocol):
+    """What lanes/NAME/run.py holds."""
+
+    def measure(self, run: "Run") -> None:
+        """Start what the lane needs and take every cell of the plan."""
+
+
+class Run:
+    """The steps a lane's run.py is made of. Every step leaves its trace in the drop."""
+
+    def __init__(self, plan: Plan, drop: drops.Drop, progress: Progress) -> None:
+        self.plan = plan
+        self.drop = drop
+        self.progress = progress
+        self._launcher: process.Launcher = process.ProcessLauncher()
+        self._aiperf_env = {**inherited(plan), **plan.aiperf_env}
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Start every service of serve.yaml; ready means that a real completion came back."""
+        self.drop.state("starting")
+        begin = time.monotonic()
+        try:
+            for service in self.plan.services:
+                log = self.drop.log(service.host, service.name)
+                env = {**inherited(self.plan), **service.env}
+                with interrupt.held():
+                    started = self._launcher.start(service.name, service.command, env, log)
+                    self.drop.started(started)
+                self.progress.say(f"started {service.name} (pid {started.pid}); log: {log}")
+            self._await_completion(begin)
+            self.drop.timing("startup", time.monotonic() - begin)
+            self.drop.state("ready")
+            yield
+        finally:
+            self.progress.now("stopping what was started")
+            begin = time.monotonic()
+            self._launcher.stop()
+            self.drop.manifest.timings["stop"] = round(time.monotonic() - begin, 3)
+
+    def sweep(self) -> None:
+        """Take every cell of the plan with AIPerf, in order."""
+        self.drop.state("sweeping")
+        for name, cell in self.plan.cells.items():
+            self._take(name, cell)
+
+    def _await_completion(self, begin: float) -> None:
+        """Ask for one token until one comes: /health alone lies (awsome-distributed-ai#1256)."""
+        body = {
+            "model": self.plan.model.served_name,
+            "prompt": "ready",
+            "max_tokens": 1,
+            "ignore_eos": True,
+        }
+        with requests.Session() as session:
+            session.trust_env = False  # a proxy must not stand between us and loopback
+            while not _completed(session, f"{self.plan.url}/v1/completions", body):
+                self._launcher.check()
+                waited = time.monotonic() - begin
+                if waited > self.plan.ready_s:
+                    raise ServerDied(
+                        f"no completion came back within {self.plan.ready_s:.0f} s",
+                        remedy=f"Read {self._launcher.logs()[0]}; raise ready_s in lane.toml.",
+                    )
+                last = process.tail(self._launcher.logs()[0], 1)
+                self.progress.now(f"starting, {waited:.0f} s: {last[0] if last else ''}")
+                time.sleep(POLL_S)
+        self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
+
+    def _take(self, name: str, cell: CellPlan) -> None:
+        folder = self.drop.artifacts(name)
+        folder.mkdir(parents=True)
+        command = [word.replace("{artifacts}", str(folder)) for word in cell.command]
+        begin = time.monotonic()
+        self.progress.say(f"{name}: {cell.requests} requests at concurrency {cell.concurrency}")
+        with (folder / "console.log").open("wb") as console:
+            with interrupt.held():
+                child, started = process.spawn(f"aiperf {name}", command, self._aiperf_env, console)
+                self.drop.started(started)
+            try:
+                while child.poll() is None:
+                    self._watch(name, cell, begin)
+                    time.sleep(POLL_S)
+            finally:
+                process.end([started], grace_s=3)
+                child.wait()
+        self.drop.timing(f"cell {name}", time.monotonic() - begin)
+        if child.returncode != 0:
+            raise CellFailed(
+                f"{name}: AIPerf ended with {process.outcome(child.returncode)}; it said last:\n"
+                + "\n".join(f"    {line}" for line in process.tail(folder / "console.log", 8)),
+                remedy=f"Read {folder / 'console.log'} and {folder / 'logs' / 'aiperf.log'}.",
+            )
+
+    def _watch(self, name: str, cell: CellPlan, begin: float) -> None:
+        self._launcher.check()
+        spent = time.monotonic() - begin
+        if spent > cell.deadline_s:
+            raise CellFailed(
+                f"{name}: AIPerf was not done within its {cell.deadline_s:.0f} s",
+                remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
+            )
+        self.progress.now(f"{name}: {spent:.0f} s")
+
+
+def main(plan: Plan, progress: Progress) -> int:
+    """Run a plan, judge its drop, print its rows; returns the verdict's exit code.
+
+    Raises:
+        LaneError: whatever stopped the run; the drop says how far it came.
+    """
+    begin = time.monotonic()
+    progress.say(f"{plan.lane}/{plan.arm} on {plan.profile} ({plan.profile_why})")
+    drop = execute(plan, progress)
+    verdict = verify.verify(drop.path)
+    verify.record(drop.path, verdict)
+    print(render.text(verdict, colour=sys.stdout.isatty()))
+    for row in report.rows(drop.path):
+        print(report.line(row))
+    if not plan.comparable:
+        print(f"profile {plan.profile}: not comparable with published rows, no EFA in the path")
+    print(report.write())
+    drop.manifest.timings["wall"] = round(time.monotonic() - begin, 3)
+    print(report.breakdown(drop.manifest))
+    return verdict.exit_code
+
+
+def execute(plan: Plan, progress: Progress) -> drops.Drop:
+    """Run a plan from start to a sealed drop.
+
+    Raises:
+        LaneError: whatever stopped the run; the drop says how far it came.
+    """
+    wall = time.monotonic()
+    with _alone(plan, progress), interrupt.raising():
+        drop = drops.Drop.create(plan)
+        progress.say(f"drop: {drop.path}")
+        run = Run(plan, drop, progress)
+        try:
+            _prepare(run)
+            _script(plan.lane).measure(run)
+            drop.state("collecting")
+            drop.manifest.timings["wall"] = round(time.monotonic() - wall, 3)
+            drop.seal()
+        except BaseException as error:
+            _record(drop, error)
+            raise
+    return drop
+
+
+def _prepare(run: Run) -> None:
+    """Environments, model and the facts of this host."""
+    plan, drop, say = run.plan, run.drop, run.progress.say
+    drop.state("installing")
+    begin = time.monotonic()
+    for environment in plan.environments.values():
+        if environment.locks:
+            _ensure(environment.name, plan.torch_index, say)
+        elif not os.access(environment.python, os.X_OK):
+            raise ConfigError(
+                f"no interpreter at {environment.python}",
+                remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",
+            )
+    if plan.model.source.startswith("built:"):
+        model.ensure(Path(plan.model.path), Path(plan.environments["server"].python), say)
+    elif Path(plan.model.path).is_absolute():
+        model.check(Path(plan.model.path))
+    drop.timing("install", time.monotonic() - begin)
+    here = machine.read()
+    drop.write(f"host/{here.host}.json", msgspec.json.format(msgspec.json.encode(here)))
+
+
+def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:
+    built = envs.ensure(
+        envs.spec(name), paths.CACHE / "envs", torch_index=torch_index or None, say=say
+    )
+    say(f"environment {name}: {built.note or 'ready'}")
+
+
+def _record(drop: drops.Drop, error: BaseException) -> None:
+    """Say in the drop why the run ended; a full disk leaves the reserved block for this."""
+    interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
+    with contextlib.suppress(LaneError, OSError):
+        drop.give_reserve_back()
+        drop.state("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+
+
+def _script(lane: str) -> LaneScript:
+    path = paths.LANES / lane / "run.py"
+    spec = importlib.util.spec_from_file_location(f"lane_{lane.replace('-', '_')}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"{path} is missing", remedy="A lane has lane.toml, serve.yaml, run.py.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    script: LaneScript = module  # type: ignore[assignment]
+    return script
+
+
+def _completed(session: requests.Session, url: str, body: dict[str, object]) -> bool:
+    try:
+        answer = session.post(url, json=body, timeout=120)
+        usage = answer.json().get("usage") if answer.ok else None
+    except (requests.RequestException, ValueError):
+        return False
+    return bool(usage and usage.get("completion_tokens"))
+
+
+@contextlib.contextmanager
+def _alone(plan: Plan, progress: Progress) -> Iterator[None]:
+    """One run at a time in a checkout: a second one would disturb the first one's figures.
+
+    The lock dies with its holder, so what it still names is a dead run, whose processes are ended.
+    """
+    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    with LOCK.open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            stream.seek(0)
+            raise ConfigError(
+                f"another run is under way here: {stream.read().strip() or 'just starting'}",
+                remedy="Wait for it or end it; two at once would spoil each other's figures.",
+            ) from error
+        _clean_up_after_the_dead(stream, progress)
+        _name(stream, plan.drop)
+        yield
+        _name(stream, "")
+
+
+def _clean_up_after_the_dead(stream: TextIO, progress: Progress) -> None:
+    stream.seek(0)
+    dead = stream.read().strip()
+    if not dead or not (Path(dead) / drops.MANIFEST).is_file():
+        return
+    with contextlib.suppress(LaneError):
+        manifest = drops.read(Path(dead))
+        ended = process.end(manifest.processes)
+        if ended:
+            progress.say(f"ended what a killed run left: pids {', '.join(map(str, ended))} ({dead})")
+
+
+def _name(stream: TextIO, text: str) -> None:
+    stream.seek(0)
+    stream.truncate()
+    stream.write(text)
+    stream.flush()
