@@ -1,4 +1,4 @@
-"""The drop a run leaves, written as the run goes so that a kill at any moment leaves a readable one."""
+"""The drop of a run, written as the run goes: a kill at any moment leaves a readable one."""
 
 import contextlib
 import datetime
@@ -22,7 +22,7 @@ SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
 
 
 class Drop:
-    """A drop being written. Every change of the manifest reaches the disk before the run goes on."""
+    """A drop being written. A change of the manifest reaches the disk before the run goes on."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path

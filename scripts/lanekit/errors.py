@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class LaneError(Exception):
-    """Any expected failure: a message that names what is wrong and a remedy that says what to do."""
+    """Any expected failure: a message that names what is wrong, a remedy that says what to do."""
 
     exit_code: ClassVar[int] = 2
 

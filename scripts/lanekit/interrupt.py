@@ -1,4 +1,4 @@
-"""Interruption that leaves nothing half done: the first signal becomes an exception, at a safe point."""
+"""Interruption that leaves nothing half done: a signal becomes an exception, at a safe point."""
 
 import contextlib
 import signal
@@ -32,7 +32,7 @@ def raising() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Put an interruption off to the end of the block: a process is started *and* recorded, or not."""
+    """Put an interruption off to the end of the block: a process is started and recorded, or not."""
     _State.held += 1
     try:
         yield

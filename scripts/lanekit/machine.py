@@ -95,7 +95,9 @@ def _output(tool: str, *args: str) -> str:
         return ""
     flags = ("--format=csv,noheader,nounits",) if tool == "nvidia-smi" else ()
     try:
-        done = subprocess.run((tool, *args, *flags), capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            (tool, *args, *flags), capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -173,9 +173,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
     )
 
 
-def _profile(
-    options: Options, lane: spec.Lane, here: machine.Machine
-) -> tuple[spec.Profile, str]:
+def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[spec.Profile, str]:
     if options.profile:
         chosen = spec.profile(options.profile)
         if chosen.name not in lane.profiles:
@@ -185,7 +183,9 @@ def _profile(
             )
         return chosen, "asked for with PROFILE="
     known = [spec.profile(name) for name in spec.profile_names()]
-    name, why = machine.choose(here, [profile for profile in known if profile.name in lane.profiles])
+    name, why = machine.choose(
+        here, [profile for profile in known if profile.name in lane.profiles]
+    )
     return spec.profile(name), why
 
 
@@ -258,7 +258,9 @@ def services(
             host=host,
             command=tuple(shlex.split(_filled(path, str(body.get("command", "")), values))),
             env={
-                **{k: _filled(path, str(v), values) for k, v in body.get("environment", {}).items()},
+                **{
+                    k: _filled(path, str(v), values) for k, v in body.get("environment", {}).items()
+                },
                 **env,
             },
         )
@@ -311,6 +313,7 @@ def aiperf_command(
         "--output-tokens-mean", str(load.osl),
         "--extra-inputs", "ignore_eos:true",
         "--random-seed", str(load.seed),
+        "--no-gpu-telemetry", "--no-server-metrics",
         "--artifact-dir", "{artifacts}",
         "--ui", "none",
     )  # fmt: skip

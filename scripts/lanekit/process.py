@@ -25,7 +25,9 @@ GRACE_S: Final = 15.0  # vLLM's engine processes need a few seconds to leave by 
 class Launcher(Protocol):
     """What a run needs of a launcher."""
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    def start(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> Process:
         """Start one service; its output goes to `log`."""
 
     def check(self) -> None:
@@ -44,7 +46,9 @@ class ProcessLauncher:
     def __init__(self) -> None:
         self._children: dict[str, tuple[subprocess.Popen[bytes], Process, Path]] = {}
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    def start(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> Process:
         """Start one service in a session of its own.
 
         Raises:
@@ -104,7 +108,7 @@ def spawn(
 
 
 def end(processes: Iterable[Process], grace_s: float = GRACE_S) -> list[int]:
-    """End every process of the sessions that `processes` lead; returns the PIDs that were signalled.
+    """End every process of the sessions that `processes` lead; returns the PIDs signalled.
 
     First SIGTERM, then, after `grace_s` seconds, SIGKILL. A leader whose start time differs from
     the recorded one is somebody else's process and is left alone, session and all.

@@ -1,29 +1,27 @@
-"""A run: environments, model, server, readiness, sweep, drop, verdict, row; and no trace afterwards.
+"""A run: environments, model, server, readiness, sweep, drop, verdict, row; and no trace after it.
 
 A lane's run.py says what its lane does with the steps of `Run`; this module says how each is done.
 """
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Protocol, TextIO
+from typing import Final, Protocol
 
 import msgspec
 import requests
 
+from lanekit import alone, envs, interrupt, machine, model, paths, process, render, report, verify
 from lanekit import drop as drops
-from lanekit import envs, interrupt, machine, model, paths, process, render, report, verify
 from lanekit.errors import CellFailed, ConfigError, Interrupted, LaneError, ServerDied
 from lanekit.plan import CellPlan, Plan, inherited
 from lanekit.progress import Progress
 
 POLL_S: Final = 0.2
-LOCK: Final = paths.CACHE / "run.lock"
 
 
 class LaneScript(Protocol):
@@ -160,7 +158,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
         LaneError: whatever stopped the run; the drop says how far it came.
     """
     wall = time.monotonic()
-    with _alone(plan, progress), interrupt.raising():
+    with alone.holding(plan.drop, progress.say), interrupt.raising():
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)
@@ -231,44 +229,3 @@ def _completed(session: requests.Session, url: str, body: dict[str, object]) -> 
     except (requests.RequestException, ValueError):
         return False
     return bool(usage and usage.get("completion_tokens"))
-
-
-@contextlib.contextmanager
-def _alone(plan: Plan, progress: Progress) -> Iterator[None]:
-    """One run at a time in a checkout: a second one would disturb the first one's figures.
-
-    The lock dies with its holder, so what it still names is a dead run, whose processes are ended.
-    """
-    LOCK.parent.mkdir(parents=True, exist_ok=True)
-    with LOCK.open("a+") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            stream.seek(0)
-            raise ConfigError(
-                f"another run is under way here: {stream.read().strip() or 'just starting'}",
-                remedy="Wait for it or end it; two at once would spoil each other's figures.",
-            ) from error
-        _clean_up_after_the_dead(stream, progress)
-        _name(stream, plan.drop)
-        yield
-        _name(stream, "")
-
-
-def _clean_up_after_the_dead(stream: TextIO, progress: Progress) -> None:
-    stream.seek(0)
-    dead = stream.read().strip()
-    if not dead or not (Path(dead) / drops.MANIFEST).is_file():
-        return
-    with contextlib.suppress(LaneError):
-        manifest = drops.read(Path(dead))
-        ended = process.end(manifest.processes)
-        if ended:
-            progress.say(f"ended what a killed run left: pids {', '.join(map(str, ended))} ({dead})")
-
-
-def _name(stream: TextIO, text: str) -> None:
-    stream.seek(0)
-    stream.truncate()
-    stream.write(text)
-    stream.flush()

@@ -1,6 +1,6 @@
 """Lanes, arms, cells and profiles, as their files declare them. Strict: no unknown key passes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +44,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A load point. deadline_s: AIPerf can wait for ever, so every cell ends by this many seconds."""
+    """A load point. deadline_s: AIPerf can wait for ever, so a cell ends by this many seconds."""
 
     concurrency: int
     requests: int
@@ -86,7 +86,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs on a profile: the default arm, the model, extra arguments and variables.
 
-    environment: the lock in locks/ that the engine is installed from; empty where it is in an image.
+    environment: the lock in locks/ that holds the engine; empty where an image holds it.
     """
 
     arm: str
@@ -186,7 +186,7 @@ def cells(found: Lane, names: Iterable[str]) -> dict[str, Cell]:
     return {n: c for n, c in found.workload.cells.items() if not wanted or n in wanted}
 
 
-def _require(name: str, known: Iterable[str] | Mapping[str, object], *, what: str, option: str) -> None:
+def _require(name: str, known: Iterable[str], *, what: str, option: str) -> None:
     names = list(known)
     if name not in names:
         raise ConfigError(

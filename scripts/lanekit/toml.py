@@ -1,4 +1,4 @@
-"""Strict TOML: a file decodes into its struct or fails with the key, the place and the valid names."""
+"""Strict TOML: a file decodes into its struct, or fails with the key and the valid names."""
 
 import re
 from pathlib import Path
