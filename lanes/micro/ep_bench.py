@@ -1,0 +1,652 @@
+"""Expert-parallel dispatch and combine on one host, checked first and timed second.
+
+    torchrun --nproc-per-node 2 lanes/micro/ep_bench.py --backend deepep --out DIR
+    torchrun --nproc-per-node 2 lanes/micro/ep_bench.py --backend gloo --out DIR    (no GPU needed)
+
+Each shape first makes a round trip through identity experts, which must come back exactly; a shape
+that fails is not timed. Then dispatch, combine and the pair are timed eagerly and as a captured
+graph, beside floors of the same run: a copy (device to device, or to the peer), an empty kernel and
+torch's own all_to_all_single of the same bytes. One JSON object a line goes to DIR/micro.jsonl.
+
+The numbers: `p50_us` is the median over iterations of the slowest rank, because an exchange is over
+when its last rank has it; `min_us` and `max_us` are over all iterations and ranks. `gbs` counts the
+bytes that a rank receives from others (from itself in a world of one), mean over ranks, in 1e9
+bytes a second at p50. A graph holds GRAPH_OPS operations and is divided by them, so that its launch
+is shared. The cache is warm: no L2 flush between iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+try:
+    import torch  # type: ignore[import-not-found,unused-ignore]
+    import torch.distributed as dist  # type: ignore[import-not-found,unused-ignore]
+except ModuleNotFoundError:  # the pure half (shapes, statistics, table) is used without it
+    torch = dist = None
+
+FORMAT: Final = 1
+GRAPH_OPS: Final = 10
+FP8_BLOCK: Final = 128
+WEIGHT_STEP: Final = 8  # weights are k/8, so that every product and sum below is exact in BF16
+Record = dict[str, Any]
+
+
+class Refused(SystemExit):
+    """The run cannot start or its result is wrong; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One exchange. `max_tokens` sizes the worst case; DeepEP compiles one kernel set for each."""
+
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    max_tokens: int
+    dtype: str  # of the dispatch: bf16 or fp8 (with one FP32 scale per 128 values)
+
+    @property
+    def dispatch_row(self) -> int:
+        """Bytes of one dispatched token: values, scales, and its expert ids and weights."""
+        values = self.hidden * 2 if self.dtype == "bf16" else self.hidden + self.hidden // 32
+        return values + self.topk * (8 + 4)
+
+    @property
+    def combine_row(self) -> int:
+        """Bytes of one combined token: always BF16."""
+        return self.hidden * 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one measured operation, over iterations and ranks."""
+
+    p50_us: float
+    min_us: float
+    max_us: float
+    iterations: int
+    ranks: int
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4 ... up to and including `limit`."""
+    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+
+
+def summarise(per_rank: Sequence[Sequence[float]]) -> Timing:
+    """Fold the times of each rank (microseconds, one list a rank) into one Timing.
+
+    Raises ValueError where a rank has no samples or another number than the first.
+    """
+    if not per_rank or not per_rank[0] or len({len(times) for times in per_rank}) != 1:
+        raise ValueError(f"uneven or empty samples: {[len(times) for times in per_rank]}")
+    slowest = [max(times) for times in zip(*per_rank, strict=True)]
+    every = [value for times in per_rank for value in times]
+    p50 = statistics.median(slowest)
+    return Timing(p50, min(every), max(every), len(slowest), len(per_rank))
+
+
+def gigabytes_per_second(count: float, microseconds: float) -> float:
+    """Bytes over microseconds in 1e9 bytes a second; 0 where no time passed."""
+    return round(count / microseconds / 1e3, 3) if microseconds > 0 else 0.0
+
+
+def read_records(lines: Iterable[str]) -> list[Record]:
+    """The records of a micro.jsonl. Raises ValueError naming the line that is no record."""
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"micro.jsonl line {number} is cut or damaged: {error}") from error
+        if not isinstance(record, dict) or record.get("v") != FORMAT or "kind" not in record:
+            raise ValueError(f"micro.jsonl line {number} is no record of format {FORMAT}")
+        records.append(record)
+    return records
+
+
+def over_repetitions(records: Iterable[Record]) -> list[Record]:
+    """One row for each operation and shape: median p50 over repetitions, and their spread.
+
+    `spread` is (largest - smallest) / median of the p50s of the repetitions; 0 for a single one.
+    """
+    varying = ("rep", "p50_us", "min_us", "max_us", "gbs", "iterations")
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "time":
+            fixed = {key: value for key, value in record.items() if key not in varying}
+            groups.setdefault(json.dumps(fixed, sort_keys=True), []).append(record)
+    return [_fold(group) for group in groups.values()]
+
+
+def _fold(group: Sequence[Record]) -> Record:
+    p50s = [record["p50_us"] for record in group]
+    middle = statistics.median(p50s)
+    return {
+        **{key: value for key, value in group[0].items() if key != "rep"},
+        "p50_us": round(middle, 2),
+        "min_us": min(record["min_us"] for record in group),
+        "max_us": max(record["max_us"] for record in group),
+        "gbs": statistics.median(record["gbs"] for record in group),
+        "repetitions": len(group),
+        "spread": round((max(p50s) - min(p50s)) / middle, 4) if middle else 0.0,
+    }
+
+
+def table(records: Iterable[Record]) -> str:
+    """The rows as fixed-width text, one line for each operation and shape."""
+    head = f"{'op':<12}{'mode':<12}{'dtype':<6}{'tokens':>7}{'max':>7}{'bytes':>13}"
+    head += f"{'p50 us':>11}{'min us':>11}{'max us':>11}{'spread':>8}{'GB/s':>9}"
+    body = [
+        f"{row['op']:<12}{row['mode']:<12}{row.get('dtype', ''):<6}{row.get('tokens', ''):>7}"
+        f"{row.get('max_tokens', ''):>7}{row['bytes']:>13.0f}{row['p50_us']:>11.1f}"
+        f"{row['min_us']:>11.1f}{row['max_us']:>11.1f}{row['spread']:>8.1%}{row['gbs']:>9.1f}"
+        for row in over_repetitions(records)
+    ]
+    return "\n".join([head, *body])
+
+
+@dataclass
+class Batch:
+    """What one rank puts in: tokens (scaled if FP8), expert ids, weights, and the exact answer."""
+
+    values: Any  # [tokens, hidden] BF16, or float8_e4m3fn
+    scales: Any  # [tokens, hidden / 128] FP32, or None
+    experts: Any  # [tokens, topk] int64, distinct in a row
+    weights: Any  # [tokens, topk] FP32
+    answer: Any  # [tokens, hidden] BF16
+
+
+def make_batch(shape: Shape, seed: int, device: str) -> Batch:
+    """Random tokens whose weighted sum is exact: integers to 4, weights k/8, scales powers of 2.
+
+    The largest numerator is 4 * 3 * topk, at most 240 below topk 20: 8 bits, as BF16 holds.
+    """
+    random = torch.Generator().manual_seed(seed)
+    rows, blocks = shape.tokens, shape.hidden // FP8_BLOCK
+    whole = torch.randint(-4, 5, (rows, shape.hidden), generator=random).float()
+    weights = torch.randint(1, 4, (rows, shape.topk), generator=random).float() / WEIGHT_STEP
+    scores = torch.rand((rows, shape.experts), generator=random)
+    experts = scores.topk(shape.topk, dim=1).indices
+    scales = None
+    values, plain = whole.bfloat16(), whole
+    if shape.dtype == "fp8":
+        scales = 2.0 ** torch.randint(-2, 3, (rows, blocks), generator=random).float()
+        values = whole.to(torch.float8_e4m3fn)
+        plain = whole * scales.repeat_interleave(FP8_BLOCK, 1)
+    answer = (plain * weights.sum(1, keepdim=True)).bfloat16()
+    moved = [
+        None if t is None else t.to(device) for t in (values, scales, experts, weights, answer)
+    ]
+    return Batch(*moved)
+
+
+@dataclass(frozen=True)
+class Received:
+    """What dispatch gave this rank. Rows past the received count hold no meaning."""
+
+    values: Any
+    scales: Any
+    experts: Any  # [rows, topk] ids local to this rank, -1 where the choice went elsewhere
+    weights: Any
+    handle: Any
+
+
+def identity_experts(got: Received) -> Any:
+    """[rows, hidden] BF16: each token times the weights of its choices on this rank."""
+    here = torch.where(got.experts >= 0, got.weights, 0.0).sum(1, keepdim=True)
+    plain = got.values.float()
+    if got.scales is not None:
+        plain = plain * got.scales.repeat_interleave(FP8_BLOCK, 1)
+    return (plain * here).bfloat16()
+
+
+class Transport(Protocol):
+    """The exchange under test."""
+
+    device: str
+
+    def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """Send each token to every rank that holds one of its experts."""
+
+    def combine(self, rows: Any, got: Received) -> Any:
+        """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
+
+    def barrier(self) -> None:
+        """Wait, on the device where there is one, until every rank is here."""
+
+    def close(self) -> None:
+        """Release the buffers."""
+
+
+class GlooTransport:
+    """all_to_all over gloo on the CPU: the same program and check where there is no GPU."""
+
+    device = "cpu"
+
+    def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """Send each token once to every rank that holds one of its experts."""
+        del cpu_sync  # the CPU always knows the counts
+        world, rank = dist.get_world_size(), dist.get_rank()
+        per_rank = shape.experts // world
+        goes = [(batch.experts // per_rank == peer).any(1).nonzero()[:, 0] for peer in range(world)]
+        sent = [len(index) for index in goes]
+        arriving = torch.empty(world, dtype=torch.int64)
+        dist.all_to_all_single(arriving, torch.tensor(sent))
+        order, counts = torch.cat(goes), arriving.tolist()
+        columns = (batch.values, batch.scales, batch.experts, batch.weights)
+        moved = [
+            None if column is None else self._rows(column[order], sent, counts)
+            for column in columns
+        ]
+        here = moved[2] // per_rank == rank
+        local = torch.where(here, moved[2] % per_rank, -1)
+        return Received(moved[0], moved[1], local, moved[3], (order, sent, counts, shape.tokens))
+
+    def combine(self, rows: Any, got: Received) -> Any:
+        """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
+        order, sent, counts, tokens = got.handle
+        back = self._rows(rows, counts, sent).float()
+        return torch.zeros(tokens, rows.shape[1]).index_add_(0, order, back).bfloat16()
+
+    @staticmethod
+    def _rows(rows: Any, sent: list[int], counts: list[int]) -> Any:
+        """Exchange rows as bytes, because gloo knows neither BF16 nor FP8."""
+        raw = rows.contiguous().view(torch.uint8)
+        out = torch.empty((sum(counts), raw.shape[1]), dtype=torch.uint8)
+        dist.all_to_all_single(out, raw, counts, sent)
+        return out.view(rows.dtype)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DeepEPTransport:
+    """deep_ep.ElasticBuffer, direct mode, receive rows sized for the worst case."""
+
+    device = "cuda"
+
+    def __init__(self, shape: Shape) -> None:
+        # A GPU, NCCL and nvcc are needed for this import; the gloo arm has none of them.
+        import deep_ep  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+        self.buffer = deep_ep.ElasticBuffer(
+            dist.group.WORLD, num_max_tokens_per_rank=shape.max_tokens, hidden=shape.hidden,
+            num_topk=shape.topk, allow_hybrid_mode=False, prefer_overlap_with_compute=False,
+            explicitly_destroy=True,
+        )  # fmt: skip
+        self.topk_dtype = deep_ep.topk_idx_t
+
+    def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """Send each token once to every rank that holds one of its experts."""
+        values = batch.values if batch.scales is None else (batch.values, batch.scales)
+        got, experts, weights, handle, _ = self.buffer.dispatch(
+            values, batch.experts.to(self.topk_dtype), batch.weights, num_experts=shape.experts,
+            num_max_tokens_per_rank=shape.max_tokens, do_cpu_sync=cpu_sync, do_expand=False,
+        )  # fmt: skip
+        rows, scales = got if isinstance(got, tuple) else (got, None)
+        return Received(rows, scales, experts, weights, handle)
+
+    def combine(self, rows: Any, got: Received) -> Any:
+        """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
+        return self.buffer.combine(rows, got.handle)[0]
+
+    def barrier(self) -> None:
+        """On the current stream, so that ranks leave it together and the CPU runs ahead."""
+        self.buffer.barrier(use_comm_stream=False)
+
+    def close(self) -> None:
+        """Collective: every rank must come here."""
+        self.buffer.destroy()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One rank's place in the run, and how often it measures."""
+
+    backend: str
+    device: str
+    rank: int
+    world: int
+    control: Any  # a gloo group: results never travel over what is measured
+    warmup: int
+    iterations: int
+    sink: Any  # the open micro.jsonl on rank 0, None elsewhere
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Append one record and flush it: a crash later must not lose it."""
+        if self.sink is not None:
+            self.sink.write(json.dumps({"v": FORMAT, "kind": kind, **fields}) + "\n")
+            self.sink.flush()
+
+    def everyone(self, value: object) -> list[Any]:
+        """The value of each rank, in rank order."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def measure(self, call: Callable[[], object], ready: Callable[[], None]) -> list[float]:
+        """Microseconds of each call on this rank; `ready` lines the ranks up and is not timed."""
+        for _ in range(self.warmup):
+            ready()
+            call()
+        if self.device == "cpu":
+            return [_wall_time(call, ready) for _ in range(self.iterations)]
+        torch.cuda.synchronize()
+        pairs = [_event_pair(call, ready) for _ in range(self.iterations)]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def time(
+        self, call: Callable[[], object], ready: Callable[[], None], *, count: float, per: int = 1,
+        **fields: object,
+    ) -> None:  # fmt: skip
+        """Measure on every rank and write one record; `per` operations are in one call."""
+        mine = [value / per for value in self.measure(call, ready)]
+        timing = summarise(self.everyone(mine))
+        rounded = {key: round(value, 2) for key, value in asdict(timing).items()}
+        gbs = gigabytes_per_second(count, timing.p50_us)
+        self.write("time", **fields, bytes=round(count), **rounded, gbs=gbs)
+
+
+def _wall_time(call: Callable[[], object], ready: Callable[[], None]) -> float:
+    ready()
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _event_pair(call: Callable[[], object], ready: Callable[[], None]) -> tuple[Any, Any]:
+    """One call between two events; the host waits for the last one, as an eager engine would."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ready()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start, end
+
+
+def capture(call: Callable[[], object], times: int = 1) -> Any:
+    """The call, `times` over, as a CUDA graph. Run it eagerly before: JIT must be done by then."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the watchdog thread of torch's NCCL group polls events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(times):
+            call()
+    torch.cuda.synchronize()
+    return graph
+
+
+def round_trip(transport: Transport, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Any:
+    """Dispatch, identity experts, combine: [tokens, hidden] BF16, equal to batch.answer."""
+    got = transport.dispatch(batch, shape, cpu_sync=cpu_sync)
+    return transport.combine(identity_experts(got), got)
+
+
+def graph_round_trip(transport: Transport, shape: Shape, seed: int) -> tuple[Any, Any]:
+    """Replay a captured round trip on input it was not captured with: (result, answer)."""
+    static = make_batch(shape, seed, transport.device)
+    round_trip(transport, static, shape, cpu_sync=False)  # kernels are compiled outside the capture
+    out: list[Any] = []
+    graph = capture(lambda: out.append(round_trip(transport, static, shape, cpu_sync=False)))
+    fresh = make_batch(shape, seed + 1, transport.device)
+    for name in ("values", "scales", "experts", "weights"):
+        if getattr(static, name) is not None:
+            getattr(static, name).copy_(getattr(fresh, name))
+    graph.replay()
+    return out[0], fresh.answer
+
+
+def check(bench: Bench, transport: Transport, batch: Batch, shape: Shape, mode: str) -> None:
+    """The round trip must be exact on every rank. Raises Refused with what differed."""
+    if mode == "graph":
+        result, answer = graph_round_trip(transport, shape, 1000 + bench.rank)
+    else:
+        cpu_sync = mode == "eager-sync"
+        result, answer = round_trip(transport, batch, shape, cpu_sync=cpu_sync), batch.answer
+    wrong = bench.everyone(int((result != answer).any(1).sum()))
+    bench.write("check", mode=mode, **asdict(shape), wrong_rows=wrong, ok=not any(wrong))
+    if any(wrong):
+        raise Refused(
+            f"micro: {mode} {shape.dtype}, {shape.tokens} tokens: {wrong} rows came back wrong on "
+            "the ranks, so nothing was timed. Keep micro.jsonl and file the shape upstream."
+        )
+
+
+def received_bytes(bench: Bench, batch: Batch, shape: Shape) -> tuple[float, float]:
+    """Mean bytes that a rank receives in (dispatch, combine), its own left out if it has peers."""
+    owner = batch.experts // (shape.experts // bench.world)
+    peers = [peer for peer in range(bench.world) if peer != bench.rank or bench.world == 1]
+    sent = sum(int((owner == peer).any(1).sum()) for peer in peers)
+    mean = statistics.mean(bench.everyone(sent))  # all sends together are all receives together
+    return mean * shape.dispatch_row, mean * shape.combine_row
+
+
+def time_shape(bench: Bench, transport: Transport, shape: Shape, mode: str, rep: int) -> None:
+    """Time dispatch, combine and the pair of one shape in one mode."""
+    batch = make_batch(shape, bench.rank, transport.device)
+    if rep == 0:
+        check(bench, transport, batch, shape, mode)
+    cpu_sync, per = mode == "eager-sync", GRAPH_OPS if mode == "graph" else 1
+    got = transport.dispatch(batch, shape, cpu_sync=cpu_sync)
+    rows = identity_experts(got)
+
+    def dispatch() -> object:
+        return transport.dispatch(batch, shape, cpu_sync=cpu_sync)
+
+    def combine() -> object:
+        return transport.combine(rows, got)
+
+    def pair() -> object:
+        return transport.combine(rows, transport.dispatch(batch, shape, cpu_sync=cpu_sync))
+
+    out, back = received_bytes(bench, batch, shape)
+    for op, call, count in (("dispatch", dispatch, out), ("combine", combine, back),
+                            ("pair", pair, out + back)):  # fmt: skip
+        graph = capture(call, GRAPH_OPS) if mode == "graph" else None
+        bench.time(
+            call if graph is None else graph.replay, transport.barrier,
+            count=count, per=per, op=op, mode=mode, rep=rep, **asdict(shape),
+        )  # fmt: skip
+
+
+def time_all_to_all(
+    bench: Bench, ready: Callable[[], None], shape: Shape, *, count: float, mode: str, rep: int
+) -> None:
+    """torch's all_to_all_single of the bytes that this shape's dispatch moves, split evenly."""
+    share = max(1, round(count / max(1, bench.world - 1)))  # to each peer, and to itself
+    sent = torch.zeros(share * bench.world, dtype=torch.uint8, device=bench.device)
+    got = torch.empty_like(sent)
+
+    def call() -> None:
+        dist.all_to_all_single(got, sent)
+
+    call()
+    graph = capture(call, GRAPH_OPS) if mode == "graph" else None
+    bench.time(
+        call if graph is None else graph.replay, ready, count=count,
+        per=GRAPH_OPS if graph else 1, op="all_to_all", mode=mode, rep=rep, **asdict(shape),
+    )  # fmt: skip
+
+
+def time_copies(bench: Bench, ready: Callable[[], None], rep: int, largest: int) -> None:
+    """Copies of 64 KiB to `largest` bytes: to the peer in both directions at once, or local."""
+    peer = bench.device
+    if bench.device == "cuda":
+        peer = f"cuda:{(torch.cuda.current_device() + 1) % min(bench.world, 2)}"
+        peer = peer if bench.world > 1 else "cuda"
+    for size in (1 << power for power in range(16, largest.bit_length())):
+        source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
+        target = torch.empty(size, dtype=torch.uint8, device=peer)
+        op = "copy-peer" if bench.world > 1 and bench.device == "cuda" else "copy-local"
+        copy = partial(target.copy_, source, non_blocking=True)
+        bench.time(copy, ready, count=size, op=op, mode="eager", rep=rep)
+
+
+def time_launches(bench: Bench, ready: Callable[[], None], rep: int) -> None:
+    """A kernel that does nothing: alone, in a run of GRAPH_OPS, and in a graph of GRAPH_OPS."""
+
+    def empty() -> None:
+        torch.cuda._sleep(0)
+
+    def many() -> None:
+        for _ in range(GRAPH_OPS):
+            empty()
+
+    bench.time(empty, ready, count=0, op="launch", mode="eager", rep=rep)
+    bench.time(many, ready, count=0, per=GRAPH_OPS, op="launch", mode="eager-run", rep=rep)
+    graph = capture(empty, GRAPH_OPS)
+    bench.time(graph.replay, ready, count=0, per=GRAPH_OPS, op="launch", mode="graph", rep=rep)
+
+
+def shapes(options: argparse.Namespace) -> Iterator[Shape]:
+    """The decode shape with a worst case of its own, then the sweep under one worst case."""
+    hidden, topk, experts = options.hidden, options.topk, options.experts
+    sweep = options.tokens or powers_of_two(options.largest)
+    for dtype in options.dtypes:
+        if options.decode:
+            yield Shape(options.decode, hidden, topk, experts, options.decode, dtype)
+        for tokens in sweep:
+            yield Shape(tokens, hidden, topk, experts, max(sweep), dtype)
+
+
+def measure_all(bench: Bench, options: argparse.Namespace) -> None:
+    """Floors first, then every shape: eager modes before graphs, which may end the process."""
+    groups: dict[int, list[Shape]] = {}
+    for shape in shapes(options):
+        groups.setdefault(shape.max_tokens, []).append(shape)
+    for rep in range(options.repeat):
+        time_copies(bench, _lined_up(bench), rep, options.copy_largest)
+        if bench.device == "cuda":
+            time_launches(bench, _lined_up(bench), rep)
+    for mode in options.modes:
+        for group in groups.values():
+            transport = GlooTransport() if bench.backend == "gloo" else DeepEPTransport(group[0])
+            for rep in range(options.repeat):
+                for shape in group:
+                    time_shape(bench, transport, shape, mode, rep)
+                    batch = make_batch(shape, bench.rank, transport.device)
+                    out, _ = received_bytes(bench, batch, shape)
+                    if mode != "eager-sync":
+                        time_all_to_all(
+                            bench, transport.barrier, shape, count=out, mode=mode, rep=rep
+                        )
+            transport.close()
+
+
+def _lined_up(bench: Bench) -> Callable[[], None]:
+    """A barrier for the floors, before any buffer of the transport exists."""
+    if bench.device == "cpu":
+        return dist.barrier  # type: ignore[no-any-return]
+    one = torch.zeros(1, device=bench.device)
+    return lambda: dist.all_reduce(one)
+
+
+def versions(backend: str) -> Record:
+    """What ran, for the first record of the file."""
+    found: Record = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if backend == "deepep":
+        import deep_ep  # noqa: PLC0415
+
+        found |= {"deep_ep": deep_ep.__version__, "gpu": torch.cuda.get_device_name()}
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def run(options: argparse.Namespace) -> str:
+    """Measure on this rank. Rank 0 returns the table, the others an empty string."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if options.experts % world or options.topk > min(options.experts, 20):
+        raise Refused(
+            f"micro: {options.experts} experts, top-{options.topk} do not fit {world} ranks"
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    device = "cuda" if options.backend == "deepep" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    control = dist.new_group(backend="gloo")
+    path = options.out / "micro.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    sink = path.open("w", encoding="utf-8") if rank == 0 else None
+    bench = Bench(options.backend, device, rank, world, control, options.warmup,
+                  options.iterations, sink)  # fmt: skip
+    settings = {key: value for key, value in vars(options).items() if key != "out"}
+    bench.write("run", world=world, settings=settings, graph_ops=GRAPH_OPS,
+                **versions(options.backend))  # fmt: skip
+    measure_all(bench, options)
+    bench.write("done")
+    dist.destroy_process_group()
+    return table(read_records(path.read_text().splitlines())) if rank == 0 else ""
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line. A list is comma-separated."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--backend", choices=("deepep", "gloo"), required=True)
+    add("--out", type=Path, required=True, help="folder that gets micro.jsonl")
+    add("--tokens", type=_numbers, default=[], help="token counts; default powers of 2")
+    add("--largest", type=int, default=8192, help="end of the default sweep")
+    add("--decode", type=int, default=128, help="decode shape with its own worst case; 0 for none")
+    add("--hidden", type=int, default=7168)
+    add("--topk", type=int, default=8)
+    add("--experts", type=int, default=256)
+    add("--dtypes", type=_among("bf16", "fp8"), default=["bf16", "fp8"])
+    add("--modes", type=_among("eager", "eager-sync", "graph"), default=["eager", "graph"])
+    add("--warmup", type=int, default=5)
+    add("--iterations", type=int, default=30)
+    add("--repeat", type=int, default=3)
+    add("--copy-largest", type=int, default=1 << 30, help="bytes")
+    options = parser.parse_args(argv)
+    if options.backend == "gloo" and "graph" in options.modes:
+        options.modes = [mode for mode in options.modes if mode != "graph"]
+        print("micro: gloo has no CUDA graphs; the graph mode is left out", file=sys.stderr)
+    if options.hidden % FP8_BLOCK:
+        parser.error(f"--hidden must be a multiple of {FP8_BLOCK}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(item) for item in text.split(",")]
+
+
+def _among(*names: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if not set(chosen) <= set(names):
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def main() -> None:
+    """Run and print the table on rank 0."""
+    options = parse_options()
+    if torch is None:
+        raise Refused("micro: this Python has no torch; run it in the server environment")
+    print(run(options), end="\n" if os.environ.get("RANK", "0") == "0" else "")
+
+
+if __name__ == "__main__":
+    main()

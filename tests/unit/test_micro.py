@@ -1,0 +1,168 @@
+"""The micro driver: its arithmetic without torch, and the whole program over gloo, two ranks."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DRIVER = Path(__file__).parents[2] / "lanes" / "micro" / "ep_bench.py"
+SPEC = importlib.util.spec_from_file_location("ep_bench", DRIVER)
+assert SPEC is not None
+assert SPEC.loader is not None
+ep_bench: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["ep_bench"] = ep_bench  # dataclasses look their module up
+SPEC.loader.exec_module(ep_bench)
+
+SMALL = [
+    "--backend", "gloo", "--tokens", "1,8", "--decode", "4", "--hidden", "256", "--topk", "4",
+    "--experts", "8", "--iterations", "3", "--warmup", "1", "--repeat", "2",
+    "--copy-largest", "131072",
+]  # fmt: skip
+
+
+def record(**fields: object) -> dict[str, object]:
+    base = {"v": 1, "kind": "time", "op": "dispatch", "mode": "eager", "tokens": 8, "rep": 0}
+    times = {"p50_us": 10.0, "min_us": 9.0, "max_us": 20.0, "gbs": 2.0, "iterations": 3}
+    return {**base, **times, "bytes": 100, "ranks": 2, **fields}
+
+
+def test_the_slowest_rank_ends_an_exchange() -> None:
+    timing = ep_bench.summarise([[1.0, 9.0, 3.0], [2.0, 4.0, 30.0]])
+    assert (timing.p50_us, timing.min_us, timing.max_us) == (9.0, 1.0, 30.0)
+    assert (timing.iterations, timing.ranks) == (3, 2)
+
+
+@pytest.mark.parametrize("samples", [[], [[]], [[1.0], [1.0, 2.0]]])
+def test_uneven_samples_are_refused(samples: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="uneven or empty"):
+        ep_bench.summarise(samples)
+
+
+def test_sizes() -> None:
+    bf16 = ep_bench.Shape(128, 7168, 8, 256, 128, "bf16")
+    fp8 = ep_bench.Shape(128, 7168, 8, 256, 128, "fp8")
+    assert bf16.dispatch_row == 7168 * 2 + 8 * 12
+    assert fp8.dispatch_row == 7168 + 56 * 4 + 8 * 12
+    assert bf16.combine_row == fp8.combine_row == 7168 * 2
+    assert ep_bench.powers_of_two(8192) == [1 << power for power in range(14)]
+    assert ep_bench.powers_of_two(100)[-1] == 64
+    assert ep_bench.gigabytes_per_second(1_000_000, 10.0) == 100.0
+    assert ep_bench.gigabytes_per_second(1, 0.0) == 0.0
+
+
+def test_the_sweep_shares_one_worst_case_and_decode_has_its_own() -> None:
+    options = ep_bench.parse_options(["--backend", "deepep", "--out", "x", "--dtypes", "fp8"])
+    shapes = list(ep_bench.shapes(options))
+    assert (shapes[0].tokens, shapes[0].max_tokens) == (128, 128)
+    assert [shape.tokens for shape in shapes[1:]] == ep_bench.powers_of_two(8192)
+    assert {shape.max_tokens for shape in shapes[1:]} == {8192}
+
+
+def test_repetitions_fold_into_one_row_with_their_spread() -> None:
+    rows = ep_bench.over_repetitions(
+        [
+            record(rep=0, p50_us=10.0, min_us=8.0),
+            record(rep=1, p50_us=12.0, max_us=50.0),
+            record(rep=2, p50_us=11.0),
+            record(rep=0, tokens=16),
+            {"v": 1, "kind": "check", "ok": True},
+        ]
+    )
+    assert [row["tokens"] for row in rows] == [8, 16]
+    first = rows[0]
+    assert (first["p50_us"], first["min_us"], first["max_us"]) == (11.0, 8.0, 50.0)
+    assert (first["repetitions"], first["spread"]) == (3, round(2 / 11, 4))
+    assert rows[1]["spread"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [('{"v": 1, "ki', "line 2 is cut"), ('{"v": 9, "kind": "time"}', "line 2 is no"),
+     ("[1]", "line 2 is no"), ('{"v": 1}', "line 2 is no")],
+)  # fmt: skip
+def test_a_damaged_file_names_its_line(line: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ep_bench.read_records([json.dumps(record()), line])
+
+
+def test_table_shows_each_row_once() -> None:
+    text = ep_bench.table([record(rep=0), record(rep=1, p50_us=12.0), record(op="copy-local")])
+    assert len(text.splitlines()) == 3
+    assert text.splitlines()[1].split() == [
+        "dispatch", "eager", "8", "100", "11.0", "9.0", "20.0", "18.2%", "2.0"
+    ]  # fmt: skip
+
+
+def test_options_refuse_what_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ep_bench.parse_options([*SMALL, "--out", "x", "--dtypes", "bf16,int4"])
+    assert "choose from bf16, fp8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ep_bench.parse_options([*SMALL, "--out", "x", "--hidden", "100"])
+    assert "--hidden must be a multiple of 128" in capsys.readouterr().err
+
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="torch is not installed: the gloo arm needs it",
+)
+
+
+def torchrun(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return subprocess.run(
+        [*command, "2", str(DRIVER), *options], text=True, capture_output=True, check=False
+    )
+
+
+@needs_torch
+def test_two_ranks_over_gloo(tmp_path: Path) -> None:
+    done = torchrun(*SMALL, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
+    assert records[0]["kind"] == "run"
+    assert records[-1] == {"v": 1, "kind": "done"}
+    checks = [row for row in records if row["kind"] == "check"]
+    assert {(row["tokens"], row["dtype"]) for row in checks} == {
+        (tokens, dtype) for tokens in (1, 4, 8) for dtype in ("bf16", "fp8")
+    }
+    assert all(row["ok"] and row["wrong_rows"] == [0, 0] for row in checks)
+    times = [row for row in records if row["kind"] == "time"]
+    assert {row["op"] for row in times} == {
+        "dispatch",
+        "combine",
+        "pair",
+        "all_to_all",
+        "copy-local",
+    }
+    assert all(row["ranks"] == 2 and row["iterations"] == 3 for row in times)
+    assert all(row["min_us"] <= row["p50_us"] <= row["max_us"] for row in times)
+    assert done.stdout == ep_bench.table(records) + "\n"
+
+
+@needs_torch
+def test_a_wrong_round_trip_is_not_timed(tmp_path: Path) -> None:
+    """The driver with one expert weight lost on the way (a planted fault) must refuse to time."""
+    broken = tmp_path / "ep_bench.py"
+    source = DRIVER.read_text()
+    planted = source.replace("got.weights, 0.0).sum(1", "got.weights, 0.0)[:, 1:].sum(1")
+    assert planted != source
+    broken.write_text(planted)
+    command = [sys.executable, str(broken), *SMALL, "--out", str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert "rows came back wrong" in done.stderr
+    records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
+    assert records[-1]["ok"] is False
+    assert not [row for row in records if row["kind"] == "time" and row["op"] == "dispatch"]
+
+
+@needs_torch
+def test_experts_must_fit_the_ranks(tmp_path: Path) -> None:
+    done = torchrun(*SMALL, "--out", str(tmp_path), "--experts", "7")
+    assert done.returncode != 0
+    assert "7 experts, top-4 do not fit 2 ranks" in done.stderr
