@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: help setup lint test test-all bench report verify-logs clean
+.PHONY: help setup lanes lint test test-all bench report readme verify-logs clean
 
 ##@ Run
 help: ## Print this help
@@ -26,6 +26,9 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
 	  $(if $(PLAN),--plan)
+
+lanes: setup ## List every lane and arm with where it runs
+	@$(LANEKIT) lanes
 
 ##@ Judge
 verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM= PROFILE= JSON=]
@@ -62,6 +65,9 @@ test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)
 
 bench: setup ## Measure the harness against its bars, as ratios
 	@$(VENV)/bin/python scripts/bench.py
+
+readme: setup ## Renew the generated part of README.md
+	@$(LANEKIT) lanes --readme
 
 clean: ## Remove environments, models and caches (never a drop)
 	@rm -rf $(VENV) .cache

@@ -35,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="judge a drop or a log, offline")
     _add_verify_arguments(verify)
     verify.set_defaults(command=_verify)
+    lanes = commands.add_parser("lanes", help="list every lane and arm with where it runs")
+    lanes.add_argument("--readme", action="store_true", help="renew the matrix in README.md")
+    lanes.set_defaults(command=_lanes)
     report = commands.add_parser("report", help="write results/RESULTS.md from the drops")
     report.set_defaults(command=_report)
     return parser
@@ -64,13 +67,15 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from lanekit import machine, plan, run  # noqa: PLC0415
-    from lanekit.progress import Progress  # noqa: PLC0415
+    from lanekit import machine, plan  # noqa: PLC0415
 
     made = plan.make(_options(args), machine.read())
     if args.plan:
         print(plan.render(made))
         return 0
+    from lanekit import run  # noqa: PLC0415
+    from lanekit.progress import Progress  # noqa: PLC0415
+
     return run.main(made, Progress())
 
 
@@ -99,8 +104,19 @@ def _verify(args: argparse.Namespace) -> int:
     return verify.run(args)
 
 
+def _lanes(args: argparse.Namespace) -> int:
+    from lanekit import drop, lanes, paths  # noqa: PLC0415
+
+    if args.readme:
+        readme = paths.ROOT / "README.md"
+        drop.atomic(readme, lanes.with_matrix(readme.read_text()).encode())
+    else:
+        print(lanes.text())
+    return 0
+
+
 def _report(_args: argparse.Namespace) -> int:
     from lanekit import report  # noqa: PLC0415
 
-    print(report.write())
+    print(report.write(judge_again=True))
     return 0

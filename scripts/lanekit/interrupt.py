@@ -32,7 +32,7 @@ def raising() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Put an interruption off to the end of the block: a process is started and recorded, or not."""
+    """Put an interruption off to the end of the block: what starts is also recorded."""
     _State.held += 1
     try:
         yield

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
+from lanekit import contract as contracts
 from lanekit import machine, paths, spec
 from lanekit.errors import ConfigError
 
@@ -135,11 +136,13 @@ def make(options: Options, here: machine.Machine) -> Plan:
     contract = spec.contract_path(arm.contracts[profile.name])
     env = {**setting.env, **arm.env, **_pairs(options.env)}
     values = {
+        "LANE_HOME": str(paths.LANES / lane.name),
         "LANE_IMAGE": "",
         "LANE_PYTHON": environments["server"].python,
         "LANE_PORT": str(port),
         "LANE_MODEL": model.path,
         "LANE_SERVED_NAME": model.served_name,
+        "LANE_LOAD_FORMAT": "dummy" if model.dummy_weights else "auto",
         "LANE_ARGS": shlex.join((*setting.args, *arm.args)),
         "LANE_RANKS": str(profile.ranks),
     }
@@ -157,7 +160,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         ranks=profile.ranks,
         comparable=profile.comparable,
         contract=contract.stem,
-        contract_sha256=sha256(contract),
+        contract_sha256=contracts.digest(contract.stem),
         model=model,
         url=url,
         port=port,

@@ -6,11 +6,10 @@ from typing import Final
 import msgspec
 
 from lanekit import drop as drops
-from lanekit import paths, records, verify
+from lanekit import paths, verify
 from lanekit.errors import LaneError
 from lanekit.manifest import Manifest
-
-RESULTS: Final = paths.RESULTS / "RESULTS.md"
+from lanekit.verdict import CellRow, Verdict
 
 _HEAD: Final = (
     "| row | profile | verdict | tok/s | tok/s a user | TTFT p50 / p99 ms | ITL p50 / p99 ms "
@@ -25,40 +24,28 @@ class Row(msgspec.Struct, frozen=True):
     profile: str
     comparable: bool
     verdict: str
-    figures: records.CellFigures
+    figures: CellRow
     drop: str
 
 
-def rows(path: Path) -> list[Row]:
+def rows(path: Path, verdict: Verdict) -> list[Row]:
     """The rows of a drop, one a cell that left records.
 
     Raises:
         Unreadable: the drop has no readable manifest.
     """
-    manifest = drops.read(path)
-    verdict = verify.recorded(path)
-    found = []
-    for cell in manifest.row.cells:
-        folder = path / "aiperf" / cell
-        if folder.is_dir():
-            figures = records.read_cell(folder)
-            if figures is not None:
-                found.append(_row(manifest, cell, figures, verdict, path.name))
-    return found
-
-
-def _row(
-    manifest: Manifest, cell: str, figures: records.CellFigures, verdict: str, drop: str
-) -> Row:
-    row = manifest.row
-    return Row(
-        name=f"{row.lane}/{row.arm}/{cell}",
-        profile=row.profile,
-        comparable=bool(manifest.plan.get("comparable")),
-        verdict=verdict,
-        figures=figures,
-        drop=drop,
-    )
+    plan = drops.read(path).plan
+    return [
+        Row(
+            name=f"{verdict.lane}/{verdict.arm}/{cell.name}",
+            profile=verdict.profile,
+            comparable=bool(plan.get("comparable")),
+            verdict=verdict.result,
+            figures=cell,
+            drop=path.name,
+        )
+        for cell in verdict.cells
+    ]
 
 
 def line(row: Row) -> str:
@@ -71,27 +58,38 @@ def line(row: Row) -> str:
     )
 
 
-def breakdown(manifest: Manifest) -> str:
-    """Where the time of a run went, in seconds."""
+def breakdown(manifest: Manifest, wall: float) -> str:
+    """Where the time of a run went, in seconds; `wall` is all of it."""
     spent = manifest.timings
     cells = sum(seconds for phase, seconds in spent.items() if phase.startswith("cell "))
-    known = spent.get("install", 0) + spent.get("startup", 0) + cells
-    wall = spent.get("wall", 0)
-    parts = [f"{phase} {seconds:.1f}" for phase, seconds in spent.items() if phase != "wall"]
-    share = f" ({100 * (wall - known) / wall:.1f} %)" if wall else ""
-    return f"seconds: {', '.join(parts)}; harness {wall - known:.1f}{share} of {wall:.1f}"
+    harness = wall - spent.get("install", 0) - spent.get("startup", 0) - cells
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in spent.items())
+    return f"seconds: {parts}; harness {harness:.1f} ({100 * harness / wall:.1f} %) of {wall:.1f}"
 
 
-def write() -> str:
-    """Write results/RESULTS.md from every drop below results/; returns what was written where."""
+def recorded(path: Path) -> Verdict:
+    """The verdict a drop holds, or a new one where it holds none that can be read."""
+    try:
+        return msgspec.json.decode((path / drops.VERDICT).read_bytes(), type=Verdict)
+    except (OSError, msgspec.DecodeError):
+        return verify.verify(path)
+
+
+def write(*, judge_again: bool) -> str:
+    """Write results/RESULTS.md from every drop below results/; returns what was written where.
+
+    judge_again: take no recorded verdict on trust.
+    """
     found: list[Row] = []
     for manifest in sorted(paths.RESULTS.glob("*/manifest.json")):
+        drop = manifest.parent
         try:
-            found += rows(manifest.parent)
+            found += rows(drop, verify.verify(drop) if judge_again else recorded(drop))
         except LaneError:
             continue  # an unreadable drop has no row; `lanekit verify` says why
-    drops.atomic(RESULTS, _markdown(found).encode())
-    return f"{RESULTS}: {len(found)} rows"
+    paths.RESULTS.mkdir(parents=True, exist_ok=True)
+    drops.atomic(paths.RESULTS / "RESULTS.md", _markdown(found).encode())
+    return f"{paths.RESULTS / 'RESULTS.md'}: {len(found)} rows"
 
 
 def _markdown(found: list[Row]) -> str:
@@ -107,8 +105,8 @@ def _markdown(found: list[Row]) -> str:
 
 
 def _table(title: str, found: list[Row]) -> str:
-    body = "".join(_markdown_row(row) for row in found) or "| none yet |||||||||| \n"
-    return f"\n## {title}\n\n{_HEAD}{body}"
+    body = _HEAD + "".join(map(_markdown_row, found)) if found else "None yet.\n"
+    return f"\n## {title}\n\n{body}"
 
 
 def _markdown_row(row: Row) -> str:

@@ -6,6 +6,7 @@ A lane's run.py says what its lane does with the steps of `Run`; this module say
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Run:
     def serving(self) -> Iterator[None]:
         """Start every service of serve.yaml; ready means that a real completion came back."""
         self.drop.state("starting")
+        _require_free(self.plan.port)
         begin = time.monotonic()
         try:
             for service in self.plan.services:
@@ -139,15 +141,14 @@ def main(plan: Plan, progress: Progress) -> int:
     progress.say(f"{plan.lane}/{plan.arm} on {plan.profile} ({plan.profile_why})")
     drop = execute(plan, progress)
     verdict = verify.verify(drop.path)
-    verify.record(drop.path, verdict)
-    print(render.text(verdict, colour=sys.stdout.isatty()))
-    for row in report.rows(drop.path):
+    drop.write(drops.VERDICT, render.as_json(verdict))
+    print(render.text(verdict, colour=render.wants_colour(sys.stdout)))
+    for row in report.rows(drop.path, verdict):
         print(report.line(row))
     if not plan.comparable:
         print(f"profile {plan.profile}: not comparable with published rows, no EFA in the path")
-    print(report.write())
-    drop.manifest.timings["wall"] = round(time.monotonic() - begin, 3)
-    print(report.breakdown(drop.manifest))
+    print(report.write(judge_again=False))
+    print(report.breakdown(drop.manifest, time.monotonic() - begin))
     return verdict.exit_code
 
 
@@ -188,7 +189,7 @@ def _prepare(run: Run) -> None:
                 remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",
             )
     if plan.model.source.startswith("built:"):
-        model.ensure(Path(plan.model.path), Path(plan.environments["server"].python), say)
+        model.ensure(Path(plan.model.path))
     elif Path(plan.model.path).is_absolute():
         model.check(Path(plan.model.path))
     drop.timing("install", time.monotonic() - begin)
@@ -218,8 +219,21 @@ def _script(lane: str) -> LaneScript:
         raise ConfigError(f"{path} is missing", remedy="A lane has lane.toml, serve.yaml, run.py.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    script: LaneScript = module  # type: ignore[assignment]
+    script: LaneScript = module
     return script
+
+
+def _require_free(port: int) -> None:
+    """Refuse a taken port before anything starts: what answers there would not be our server."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} is taken ({error.strerror})",
+                remedy="Choose another with PORT=, or leave PORT out to take a free one.",
+            ) from error
 
 
 def _completed(session: requests.Session, url: str, body: dict[str, object]) -> bool:

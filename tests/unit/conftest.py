@@ -1,0 +1,24 @@
+"""What the unit tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from lanekit import machine, paths
+
+
+@pytest.fixture
+def bare() -> machine.Machine:
+    """A machine with nothing but processors."""
+    return machine.Machine(
+        host="here", kernel="6.1", cpus=2, memory_mib=24000, gpus=(), gpu_processes=(), nics=(),
+        gdrdrv="", fi_info="",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout's writable places, moved to a scratch folder."""
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
+    return tmp_path

