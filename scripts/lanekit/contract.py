@@ -1,0 +1,203 @@
+"""Contracts: what the logs of a lane must show, held as data. Nothing here is ever evaluated.
+
+`lanes/contracts/rules.toml` holds every rule once; a contract names the ones it needs.
+`lanes/contracts/foreign.toml` says which contract judges a drop that carries no manifest.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from lanekit import paths, toml
+from lanekit.errors import ConfigError
+
+RULES: Final = "rules"
+FOREIGN: Final = "foreign"
+
+# How often a rule's line must stand in the logs:
+#   ranks     one for each (host, local rank) of the profile, no more and no fewer
+#   hosts     one for each host of the profile
+#   line      at least one
+#   count     exactly as many lines as ranks: for lines that carry no rank
+#   lines     at least as many lines as ranks: for lines that carry no rank
+#   requests  at least as many lines as requests were planned
+#   none      never
+Needs = Literal["ranks", "hosts", "line", "count", "lines", "requests", "none"]
+Phase = Literal["any", "before_first_request", "after_first_request"]
+Severity = Literal["required", "noted"]
+
+_VARIABLES: Final = frozenset(
+    ("ranks", "hosts", "gpus", "nics", "provider", "fabric", "engine_version", "served_name")
+)
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of log line and what it proves.
+
+    literal: text that every matching line holds; the scanner looks for it first. pattern: a
+    regular expression whose named groups are captured; `host`, `local`, `pid` and `rank` name the
+    rank, the others are values. expect: group -> the only allowed value or values; `$name` is
+    taken from the profile or the plan. sensor: text that shows the log would have held the line
+    had it happened: with it, no evidence refutes; without it, no evidence is "could not check".
+    source: where upstream prints it. versions: what the pattern was read from.
+    """
+
+    why: str
+    literal: str
+    pattern: str
+    needs: Needs
+    source: str
+    versions: tuple[str, ...]
+    remedy: str
+    expect: dict[str, str | tuple[str, ...]] = {}
+    phase: Phase = "any"
+    sensor: str = ""
+    note: str = ""
+
+
+class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What must be seen for a buffer on a fabric.
+
+    fabric: the kind of profile it judges. engine: the engine whose lines it reads; empty for any.
+    required, noted: rules by id; a noted rule is shown and never decides. unproven: what these
+    logs cannot show, printed with every verdict.
+    """
+
+    name: str
+    version: int
+    title: str
+    fabric: Literal["efa", "nvlink", "none"]
+    proves: str
+    unproven: tuple[str, ...]
+    required: tuple[str, ...]
+    noted: tuple[str, ...] = ()
+    engine: str = ""
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """A rule as a contract uses it."""
+
+    id: str
+    severity: Severity
+    rule: Rule
+
+
+class Foreign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A kind of drop without manifest. words: all of them stand in its path. profile: the fleet
+    when the path names none. contracts: profile -> contract."""
+
+    lane: str
+    arm: str
+    words: tuple[str, ...]
+    profile: str
+    contracts: dict[str, str]
+
+
+class _Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rule: dict[str, Rule]
+
+
+class _ForeignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    drop: tuple[Foreign, ...]
+
+
+def rules(folder: Path = paths.CONTRACTS) -> dict[str, Rule]:
+    """Every rule by id, in the order of the file.
+
+    Raises:
+        ConfigError: the file is missing or a rule does not fit its schema.
+    """
+    found = toml.load(folder / f"{RULES}.toml", _Rules).rule
+    for name, rule in found.items():
+        _check_rule(name, rule)
+    return found
+
+
+def _check_rule(name: str, rule: Rule) -> None:
+    where = f"contract rule {name}"
+    try:
+        groups = re.compile(rule.pattern).groupindex
+    except re.error as error:
+        raise ConfigError(f"{where}: bad pattern: {error}", remedy="Fix the pattern.") from error
+    if not rule.literal or rule.literal not in re.sub(r"\\(.)", r"\1", rule.pattern):
+        raise ConfigError(
+            f"{where}: its literal does not stand in its pattern",
+            remedy="The literal is text that every match holds, written as the log has it.",
+        )
+    unknown = [group for group in rule.expect if group not in groups]
+    if unknown:
+        raise ConfigError(
+            f"{where}: expects '{unknown[0]}', which its pattern does not capture",
+            remedy=f"Captured: {', '.join(groups) or 'nothing'}.",
+        )
+    for value in (v for wanted in rule.expect.values() for v in _many(wanted)):
+        if value.startswith("$") and value[1:] not in _VARIABLES:
+            raise ConfigError(
+                f"{where}: '{value}' is not known",
+                remedy=f"Known: {', '.join('$' + v for v in sorted(_VARIABLES))}.",
+            )
+
+
+def _many(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (wanted,) if isinstance(wanted, str) else wanted
+
+
+def names(folder: Path = paths.CONTRACTS) -> list[str]:
+    """The known contracts, sorted."""
+    return sorted(p.stem for p in folder.glob("*.toml") if p.stem not in (RULES, FOREIGN))
+
+
+def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
+    """The contract `lanes/contracts/NAME.toml`.
+
+    Raises:
+        ConfigError: no such contract (the known ones are listed), a bad file, or an unknown rule.
+    """
+    if name not in names(folder):
+        known = ", ".join(names(folder)) or "none"
+        raise ConfigError(f"no contract named '{name}'", remedy=f"Known contracts: {known}.")
+    found = toml.load(folder / f"{name}.toml", Contract)
+    library = rules(folder)
+    missing = [rule for rule in (*found.required, *found.noted) if rule not in library]
+    if missing:
+        raise ConfigError(
+            f"contract {name}: no rule named '{missing[0]}'",
+            remedy=f"Known rules: {', '.join(library)}.",
+        )
+    if found.name != name or not found.required:
+        raise ConfigError(
+            f"contract {name}: it must be named as its file is and require at least one rule",
+            remedy="A contract that requires nothing would pass anything.",
+        )
+    return found
+
+
+def bound(found: Contract, folder: Path = paths.CONTRACTS) -> tuple[Bound, ...]:
+    """The rules of a contract, required ones first, in the contract's order."""
+    library = rules(folder)
+    required = (Bound(id=name, severity="required", rule=library[name]) for name in found.required)
+    noted = (Bound(id=name, severity="noted", rule=library[name]) for name in found.noted)
+    return (*required, *noted)
+
+
+def digest(name: str, folder: Path = paths.CONTRACTS) -> str:
+    """sha256, in hex, of a contract file and of the rules it draws on.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    together = hashlib.sha256()
+    for part in (name, RULES):
+        try:
+            together.update((folder / f"{part}.toml").read_bytes())
+        except OSError as error:
+            raise ConfigError(f"contract {part}: {error.strerror}", remedy="Restore it.") from error
+    return together.hexdigest()
+
+
+def foreign(folder: Path = paths.CONTRACTS) -> tuple[Foreign, ...]:
+    """Which contract judges which drop without manifest; the first that fits wins."""
+    return toml.load(folder / f"{FOREIGN}.toml", _ForeignFile).drop

@@ -1,0 +1,218 @@
+"""Find the logs of a drop and read them, whole or compressed, rotated or split. No judging here."""
+
+import concurrent.futures
+import contextlib
+import io
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from lanekit import ranks, scan
+from lanekit.contract import Bound
+from lanekit.errors import Unreadable
+from lanekit.judge import Line, Logs
+from lanekit.records import SUMMARY
+from lanekit.verdict import Place
+
+# A log may be rotated (serve.log.1), split (serve.log.aa) or packed.
+NAME: Final = re.compile(
+    r"(?P<stem>.+\.(?:log|txt|out|err))(?:[.-](?P<part>\d{1,6}))?(?P<packed>\.gz|\.zst)?"
+)
+BOMB_FLOOR: Final = 1 << 30  # unpacked bytes below which no ratio is suspicious
+BOMB_RATIO: Final = 1100  # gzip cannot pass 1032; a real NCCL log packs about 40 to 1
+FIRST_REQUEST: Final = scan.probe(
+    "first-request", 'HTTP/1.1" 200', r'"POST /\S+ HTTP/1\.1" 200', once=True
+)
+
+
+class Log(msgspec.Struct, frozen=True):
+    """A log file. name: relative to the drop. host: from the file's name, where it says one."""
+
+    path: Path
+    name: str
+    host: str
+    stream: str
+    part: int
+
+
+def inside(root: Path) -> Iterator[Path]:
+    """Every regular file under root, sorted.
+
+    Raises:
+        Unreadable: a link leads out of root.
+    """
+    true_root = root.resolve()
+    for at, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted((*names, *folders)):
+            path = Path(at, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(true_root):
+                raise Unreadable(
+                    f"{path}: a link that leads out of the drop",
+                    remedy="A drop holds its own files; replace the link by the file.",
+                )
+            with contextlib.suppress(OSError):
+                if name in names and stat.S_ISREG(path.stat().st_mode):
+                    yield path
+
+
+def find(root: Path, files: Sequence[Path], *, ours: bool) -> list[Log]:
+    """The serve logs among the files of a drop: not AIPerf's own, and nothing in its folders."""
+    aiperf = {path.parent for path in files if path.name == SUMMARY}
+    found = []
+    for path in files:
+        match = NAME.fullmatch(path.name)
+        if match is None or "aiperf" in path.name.lower() or aiperf & set(path.parents):
+            continue
+        name = path.relative_to(root)
+        if ours and name.parts[0] != "logs":
+            continue
+        host = match["stem"].rpartition(".")[0].rpartition("-")[0] if ours else ""
+        # Rotation counts upwards into the past; a split counts upwards into the future, from 0.
+        part = -int(match["part"]) if match["part"] else 0
+        found.append(Log(path, str(name), host, str(name.with_name(match["stem"])), part))
+    return [_ordered(log, found) for log in found]
+
+
+def _ordered(log: Log, among: Sequence[Log]) -> Log:
+    """Parts numbered with leading zeros come from `split`: they run forwards."""
+    parts = [x for x in among if x.stream == log.stream]
+    forwards = len(parts) > 1 and all(re.search(r"\.(?:log|txt|out|err)[.-]0\d", x.name) or
+                                      x.part == 0 for x in parts)  # fmt: skip
+    return msgspec.structs.replace(log, part=-log.part) if forwards else log
+
+
+def read(
+    logs: Sequence[Log], rules: Sequence[Bound], ranks_: int, *, make: Any = scan.finder
+) -> Logs:
+    """Scan every log for the rules' lines; files are read in parallel.
+
+    Raises:
+        Unreadable: a log cannot be read or unpacked, or holds only NULs.
+    """
+    sensors = list(dict.fromkeys(bound.rule.sensor for bound in rules if bound.rule.sensor))
+    probes = [
+        *(scan.probe(bound.id, bound.rule.literal, bound.rule.pattern) for bound in rules),
+        *(scan.probe(f"sensor:{text}", text, once=True) for text in sensors),
+        *ranks.JOINS,
+        FIRST_REQUEST,
+    ]
+    if not logs:
+        return Logs({}, ranks.join((), ranks_), {}, frozenset(), frozenset(), 0)
+    with concurrent.futures.ThreadPoolExecutor(min(len(logs), os.cpu_count() or 1)) as pool:
+        results = list(pool.map(lambda log: _scan(log, probes, make), logs))
+    return _together(logs, results, ranks_)
+
+
+def _together(
+    logs: Sequence[Log], results: Sequence[tuple[scan.Found, list[Line]]], ranks_: int
+) -> Logs:
+    lines: dict[str, list[Line]] = defaultdict(list)
+    first: dict[str, tuple[int, int]] = {}
+    overflow: set[str] = set()
+    for log, (found, placed) in zip(logs, results, strict=True):
+        overflow |= found.overflow
+        for line in placed:
+            lines[line.evidence.probe].append(line)
+            if line.evidence.probe == FIRST_REQUEST.id:
+                at = (log.part, line.first.line)
+                first[log.stream] = min(first.get(log.stream, at), at)
+    joins = [x.evidence for probe in ranks.JOINS for x in lines.pop(probe.id, [])]
+    sensors = [name.removeprefix("sensor:") for name in lines if name.startswith("sensor:")]
+    held = sum(found.size > 0 for found, _ in results)
+    return Logs(
+        dict(lines), ranks.join(joins, ranks_), first, frozenset(sensors), frozenset(overflow), held
+    )
+
+
+def _scan(log: Log, probes: Sequence[scan.Probe], make: Any) -> tuple[scan.Found, list[Line]]:
+    with _errors(log.path):
+        with opened(log.path) as stream:
+            found = scan.scan(stream, probes, make=make)
+        marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
+        with opened(log.path) as stream:
+            numbers = scan.line_numbers(stream, marks)
+        if found.size and not found.evidence:
+            _refuse_zeros(log.path)
+    lines = [
+        Line(x, Place(log.name, numbers[x.first]), Place(log.name, numbers[x.last]), log.host,
+             log.stream, log.part)
+        for x in found.evidence.values()
+    ]  # fmt: skip
+    return found, lines
+
+
+def _refuse_zeros(path: Path) -> None:
+    with opened(path) as stream:
+        while block := stream.read(scan.BLOCK):
+            if block.strip(b"\0"):
+                return
+    raise Unreadable(f"{path}: holds only NUL bytes", remedy="Fetch the log again.")
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    import zlib  # noqa: PLC0415
+
+    packed: tuple[type[Exception], ...] = (EOFError, zlib.error)
+    if path.suffix == ".zst":
+        import zstandard  # noqa: PLC0415
+
+        packed = (*packed, zstandard.ZstdError)
+    try:
+        yield
+    except packed as error:
+        raise Unreadable(f"{path}: not unpackable: {error}", remedy="Fetch it again.") from error
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror or error}", remedy="Check the file.") from error
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A log's bytes, unpacked on the way; a decompression bomb is refused."""
+    with path.open("rb", buffering=0) as raw:
+        if path.suffix not in (".gz", ".zst"):
+            yield raw
+            return
+        inner: Any
+        if path.suffix == ".gz":
+            import gzip  # noqa: PLC0415
+
+            inner = gzip.GzipFile(fileobj=raw)
+        else:
+            import zstandard  # noqa: PLC0415
+
+            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+            inner = unpacker.stream_reader(raw, read_across_frames=True)
+        bounded = _Bounded(inner, path)
+        yield io.BufferedReader(bounded, scan.BLOCK)
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that refuses to unpack into absurdly more than was packed."""
+
+    def __init__(self, inner: Any, path: Path) -> None:
+        self.inner, self.path, self.given = inner, path, 0
+        self.most = max(BOMB_FLOOR, path.stat().st_size * BOMB_RATIO)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer from the unpacked stream."""
+        data = self.inner.read(len(buffer))
+        buffer[: len(data)] = data
+        self.given += len(data)
+        if self.given > self.most:
+            raise Unreadable(
+                f"{self.path}: unpacks to more than {self.most >> 20} MiB",
+                remedy="No log packs that well: this is a decompression bomb.",
+            )
+        return len(data)

@@ -1,0 +1,127 @@
+"""Who printed a line: distinct (host, local rank), joined across kinds of lines by (host, pid).
+
+A count of lines proves nothing: the same rank may print a line sixteen times. NCCL's own bracket
+is the CUDA device of the printing thread, which is 0 in every proxy thread and in every process
+that sees one GPU only, so a line that states the local rank is believed over it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from lanekit import scan
+from lanekit.spec import Profile
+
+NCCL: Final = r"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[(?P<local>\d+)\] NCCL INFO "
+HOOK: Final = "[lane-evidence] "
+
+# Lines that state a local rank: our hook's, and NCCL's for a communicator over the whole fleet.
+JOINS: Final = (
+    scan.probe(
+        "join:hook",
+        HOOK,
+        r"\[lane-evidence\] v=1 host=(?P<host>\S+) pid=(?P<pid>\d+) rank=(?P<rank>\d+) "
+        r"local_rank=(?P<local>\d+) world=(?P<world>\d+) ",
+    ),
+    scan.probe(
+        "join:nccl",
+        " localRanks ",
+        r"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[\d+\] NCCL INFO comm 0x[0-9a-f]+ "
+        r"rank (?P<rank>\d+) nRanks (?P<world>\d+) nNodes \d+ localRanks \d+ "
+        r"localRank (?P<local>\d+)",
+    ),
+)
+
+
+class Key(msgspec.Struct, frozen=True, order=True):
+    """A rank: its host (short name) and its number on it."""
+
+    host: str
+    local: int
+
+
+class Identities(msgspec.Struct, frozen=True):
+    """What is known about processes: (host, pid) and global rank to the rank's key."""
+
+    by_pid: Mapping[tuple[str, str], Key]
+    by_rank: Mapping[str, Key]
+    hosts: frozenset[str]
+
+
+def short(host: str) -> str:
+    """A host as NCCL prints it: up to the first dot, except in an address."""
+    return host if host.replace(".", "").isdigit() else host.partition(".")[0]
+
+
+def join(found: Iterable[scan.Evidence], ranks: int) -> Identities:
+    """Learn identities from the join lines of a drop; contradictory ones are dropped."""
+    by_pid: dict[tuple[str, str], set[Key]] = defaultdict(set)
+    by_rank: dict[str, set[Key]] = defaultdict(set)
+    for evidence in found:
+        values = dict(evidence.values)
+        if values.get("world") != str(ranks):
+            continue
+        host = short(values["host"])
+        key = Key(host, int(values["local"]))
+        by_pid[host, values["pid"]].add(key)
+        by_rank[values["rank"]].add(key)
+    return Identities(
+        by_pid={k: next(iter(v)) for k, v in by_pid.items() if len(v) == 1},
+        by_rank={k: next(iter(v)) for k, v in by_rank.items() if len(v) == 1},
+        hosts=frozenset(host for host, _ in by_pid),
+    )
+
+
+def key(evidence: scan.Evidence, known: Identities, file_host: str) -> Key | None:
+    """The rank that printed a line, or None when the line does not say."""
+    values, source = dict(evidence.values), evidence.source
+    pid = values.get("pid") or source.pid
+    host = short(values.get("host") or source.label or file_host)
+    joined = known.by_pid.get((host, pid)) or _only_process(known, pid, values)
+    if joined is not None:
+        return joined
+    if "local" in values and host:
+        return Key(host, int(values["local"]))
+    return known.by_rank.get(values.get("rank") or source.rank)
+
+
+def _only_process(known: Identities, pid: str, values: Mapping[str, str]) -> Key | None:
+    """A line without a host: the process, if one host alone has that pid."""
+    if "host" in values or not pid:
+        return None
+    found = [rank for (_, number), rank in known.by_pid.items() if number == pid]
+    return found[0] if len(found) == 1 else None
+
+
+def untorn(keys: Iterable[Key]) -> dict[Key, Key]:
+    """Map keys whose host name was glued to the end of another line onto the real host.
+
+    Two processes writing at once leave `...->1->0ip-10-0-0-1:7012:7012 [0] NCCL INFO`: a host that
+    ends with another seen host's name is that host.
+    """
+    all_keys = set(keys)
+    hosts = {k.host for k in all_keys}
+    real = {h: min((o for o in hosts if h.endswith(o) and o), key=len, default=h) for h in hosts}
+    return {k: Key(real[k.host], k.local) for k in all_keys}
+
+
+def compare(seen: Iterable[Key], profile: Profile) -> tuple[list[str], list[str]]:
+    """Missing and unexpected ranks, by name, of what a profile must have."""
+    by_host: dict[str, set[int]] = defaultdict(set)
+    for rank in seen:
+        by_host[rank.host].add(rank.local)
+    local = set(range(profile.ranks // profile.hosts))
+    missing = [_named(h, local - found) for h, found in sorted(by_host.items()) if local - found]
+    extra = [_named(h, found - local) for h, found in sorted(by_host.items()) if found - local]
+    unseen = profile.hosts - len(by_host)
+    if unseen > 0:
+        missing.append(_named(f"{unseen} more host{'s' if unseen > 1 else ''}", local))
+    elif unseen < 0:
+        extra.append(f"{len(by_host)} hosts where {profile.hosts} were expected")
+    return missing, extra
+
+
+def _named(host: str, local: Iterable[int]) -> str:
+    return f"{host} {', '.join(f'[{number}]' for number in sorted(local))}"

@@ -1,0 +1,359 @@
+"""AIPerf's files of one load point: the figures recomputed from its records, beside its summary.
+
+Reads exports of AIPerf 0.10 to 0.13. A missing field is None, never zero.
+"""
+
+import dataclasses
+import datetime
+import math
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from lanekit.errors import Unreadable
+
+SUMMARY: Final = "profile_export_aiperf.json"
+RECORDS: Final = "profile_export.jsonl"
+SUMMARY_LIMIT: Final = 64 << 20
+RECORD_LIMIT: Final = 16 << 20  # a record of 10^5 tokens with its chunk latencies is about 2 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class CellFigures:
+    """What a load point did. Tokens/s, ms and s; None where it could not be read.
+
+    tok_s: output tokens over the wall from the first start to the last end. tok_s_user: mean over
+    requests of 1 / inter-token latency. source: `records` (recomputed) or `summary`.
+    """
+
+    tok_s: float | None
+    tok_s_user: float | None
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    requests: int | None
+    errors: int | None
+    duration_s: float | None
+    source: str
+
+
+COMPARED: Final = (
+    "tok_s", "tok_s_user", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "requests",
+    "errors", "duration_s",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """The records of a load point. osl: mean output tokens. duplicates: request ids seen again.
+    faults: records whose own numbers contradict each other. window: first start and last end,
+    seconds since the epoch."""
+
+    figures: CellFigures
+    osl: float | None
+    duplicates: int
+    faults: tuple[str, ...]
+    window: tuple[float, float] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A load point as AIPerf left it; records is None where no JSONL was exported.
+
+    concurrency, asked, isl_asked, osl_asked, model: AIPerf's own configuration. error_kinds: its
+    error_summary, None when absent. start, end: its local clock, without zone.
+    """
+
+    folder: Path
+    summary: CellFigures
+    records: Records | None
+    version: str | None
+    model: str | None
+    concurrency: int | None
+    asked: int | None
+    isl_asked: float | None
+    osl_asked: float | None
+    osl: float | None
+    cancelled: bool | None
+    error_kinds: int | None
+    start: datetime.datetime | None
+    end: datetime.datetime | None
+
+    @property
+    def figures(self) -> CellFigures:
+        """The figures to show: recomputed ones where there are records."""
+        return self.records.figures if self.records else self.summary
+
+
+class _Value(msgspec.Struct, frozen=True):
+    value: float | None = None
+
+
+class _Metrics(msgspec.Struct, frozen=True):
+    request_latency: _Value = _Value()
+    time_to_first_token: _Value = _Value()
+    output_sequence_length: _Value = _Value()
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    x_request_id: str | None = None
+    request_start_ns: int | None = None
+    request_end_ns: int | None = None
+    benchmark_phase: str = "profiling"
+    was_cancelled: bool = False
+
+
+class _Record(msgspec.Struct, frozen=True):
+    metadata: _Meta
+    metrics: _Metrics
+    error: Any = None
+
+
+class _Metric(msgspec.Struct, frozen=True):
+    avg: float | None = None
+    p50: float | None = None
+    p99: float | None = None
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    aiperf_version: str | None = None
+    was_cancelled: bool | None = None
+    error_summary: list[Any] | None = None
+    start_time: str | None = None
+    end_time: str | None = None
+    request_count: _Metric = _Metric()
+    error_request_count: _Metric | None = None
+    output_token_throughput: _Metric = _Metric()
+    output_token_throughput_per_user: _Metric = _Metric()
+    time_to_first_token: _Metric = _Metric()
+    inter_token_latency: _Metric = _Metric()
+    output_sequence_length: _Metric = _Metric()
+    benchmark_duration: _Metric = _Metric()
+    input_config: Any = None
+
+
+def find(root: Path) -> list[Path]:
+    """Every AIPerf folder under root, sorted; links are not followed."""
+    return sorted(Path(at) for at, _, names in os.walk(root) if SUMMARY in names)
+
+
+def read_cell(folder: Path) -> CellFigures:
+    """The figures of a load point: from its records where they exist, else from its summary.
+
+    Raises:
+        Unreadable: no summary, or a file that is not what AIPerf writes.
+    """
+    return read(folder).figures
+
+
+def read(folder: Path) -> Cell:
+    """Everything the verifier needs of a load point.
+
+    Raises:
+        Unreadable: no summary, or a file that is not what AIPerf writes.
+    """
+    found = _summary(folder / SUMMARY)
+    config = found.input_config
+    phase = _phase(config)
+    return Cell(
+        folder=folder,
+        summary=_summary_figures(found),
+        records=_records(folder / RECORDS) if (folder / RECORDS).exists() else None,
+        version=found.aiperf_version,
+        model=_text(_dig(config, "models", "items", 0, "name")),
+        concurrency=_whole(phase.get("concurrency")),
+        asked=_whole(phase.get("requests")),
+        isl_asked=_number(_dig(config, "datasets", 0, "prompts", "isl", "mean")),
+        osl_asked=_number(_dig(config, "datasets", 0, "prompts", "osl", "mean")),
+        osl=found.output_sequence_length.avg,
+        cancelled=found.was_cancelled,
+        error_kinds=None if found.error_summary is None else len(found.error_summary),
+        start=_time(found.start_time),
+        end=_time(found.end_time),
+    )
+
+
+def _summary(path: Path) -> _Summary:
+    try:
+        if path.stat().st_size > SUMMARY_LIMIT:
+            raise Unreadable(f"{path}: larger than {SUMMARY_LIMIT} bytes", remedy="Not AIPerf's.")
+        return msgspec.json.decode(path.read_bytes(), type=_Summary)
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror}", remedy="AIPerf left no summary.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(f"{path}: {error}", remedy="Restore the file.") from error
+
+
+def _summary_figures(found: _Summary) -> CellFigures:
+    failed = found.error_request_count
+    errors = 0 if failed is None else _whole(failed.avg)
+    return CellFigures(
+        tok_s=found.output_token_throughput.avg,
+        tok_s_user=found.output_token_throughput_per_user.avg,
+        ttft_p50_ms=found.time_to_first_token.p50,
+        ttft_p99_ms=found.time_to_first_token.p99,
+        itl_p50_ms=found.inter_token_latency.p50,
+        itl_p99_ms=found.inter_token_latency.p99,
+        requests=_whole(found.request_count.avg),
+        errors=errors if found.error_summary is not None or failed is not None else None,
+        duration_s=found.benchmark_duration.avg,
+        source="summary",
+    )
+
+
+def _phase(config: Any) -> dict[str, Any]:
+    """The measured phase of AIPerf's configuration: `profiling`, or the last one."""
+    listed = _dig(config, "phases")
+    phases = [p for p in listed if isinstance(p, dict)] if isinstance(listed, list) else []
+    named = [p for p in phases if p.get("name") == "profiling"]
+    return (named or phases or [{}])[-1]
+
+
+def _dig(thing: Any, *path: str | int) -> Any:
+    for step in path:
+        if isinstance(step, str) and isinstance(thing, dict):
+            thing = thing.get(step)
+        elif isinstance(step, int) and isinstance(thing, list) and len(thing) > step:
+            thing = thing[step]
+        else:
+            return None
+    return thing
+
+
+def _records(path: Path) -> Records:
+    """Recompute a load point from its JSONL, one line in memory at a time."""
+    ttft, itl = array("d"), array("d")
+    seen: set[str] = set()
+    done = failed = duplicates = 0
+    tokens = 0.0
+    first, last = math.inf, -math.inf
+    faults: list[str] = []
+    for number, record in _lines(path):
+        meta, metrics = record.metadata, record.metrics
+        if meta.benchmark_phase != "profiling":
+            continue
+        duplicates += meta.x_request_id is not None and meta.x_request_id in seen
+        seen.add(meta.x_request_id or f"line {number}")
+        if record.error is not None or meta.was_cancelled:
+            failed += 1
+            continue
+        fault, spread = _times(meta, metrics)
+        if fault or spread is None:
+            faults.append(f"{path.name}:{number} {fault}")
+            continue
+        done += 1
+        begin, end, wait, per_token, length = spread
+        first, last, tokens = min(first, begin), max(last, end), tokens + length
+        ttft.append(wait)
+        if per_token is not None:
+            itl.append(per_token)
+    wall = last - first if done else None
+    return Records(
+        figures=CellFigures(
+            tok_s=tokens / wall if wall else None,
+            tok_s_user=sum(1000 / x for x in itl) / len(itl) if itl and min(itl) > 0 else None,
+            ttft_p50_ms=percentile(ttft, 50),
+            ttft_p99_ms=percentile(ttft, 99),
+            itl_p50_ms=percentile(itl, 50),
+            itl_p99_ms=percentile(itl, 99),
+            requests=done,
+            errors=failed,
+            duration_s=wall,
+            source="records",
+        ),
+        osl=tokens / done if done else None,
+        duplicates=duplicates,
+        faults=tuple(faults[:20]),
+        window=(first, last) if done else None,
+    )
+
+
+def _times(
+    meta: _Meta, metrics: _Metrics
+) -> tuple[str, tuple[float, float, float, float | None, float] | None]:
+    """(start s, end s, TTFT ms, ITL ms, tokens) of a record, or what is wrong with it."""
+    latency, wait = metrics.request_latency.value, metrics.time_to_first_token.value
+    length, start, stop = (
+        metrics.output_sequence_length.value,
+        meta.request_start_ns,
+        meta.request_end_ns,
+    )
+    if latency is None or wait is None or length is None or start is None or stop is None:
+        return "lacks a time or a length", None
+    took = (stop - start) / 1e6
+    # 0.11 ms is the widest gap in the published records (2026-07); clocks may step by a little.
+    if not 0 < wait <= latency or abs(took - latency) > max(5.0, latency * 0.005):
+        return f"its latency {latency:.1f} ms is not its end minus its start {took:.1f} ms", None
+    per_token = (latency - wait) / (length - 1) if length > 1 else None
+    return "", (start / 1e9, stop / 1e9, wait, per_token, length)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, _Record]]:
+    decode = msgspec.json.Decoder(_Record).decode
+    number = 0
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(iter(lambda: stream.readline(RECORD_LIMIT), b""), 1):
+                if len(line) >= RECORD_LIMIT:
+                    raise Unreadable(f"{path}:{number}: a record of {RECORD_LIMIT} bytes or more")
+                if line.strip():
+                    yield number, decode(line)
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror}", remedy="Restore the file.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Unreadable(f"{path}:{number}: {error}", remedy="Restore the file.") from error
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Linear interpolation between order statistics, as AIPerf's numpy does."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
+def disagreements(cell: Cell, *, tolerance: float = 0.005) -> list[str]:
+    """Figures of the summary that its records do not bear out: `name summary != records`."""
+    if cell.records is None:
+        return []
+    lines = []
+    for name in COMPARED:
+        said, found = getattr(cell.summary, name), getattr(cell.records.figures, name)
+        if said is None and found is None:
+            continue
+        if said is None or found is None or abs(said - found) > tolerance * abs(found):
+            lines.append(f"{name} {_shown(said)} != {_shown(found)}")
+    return lines
+
+
+def _shown(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.6g}"
+
+
+def _number(value: Any) -> float | None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    return float(value) if ok else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _time(value: str | None) -> datetime.datetime | None:
+    try:
+        return datetime.datetime.fromisoformat(value).replace(tzinfo=None) if value else None
+    except ValueError:
+        return None

@@ -1,0 +1,254 @@
+"""Read logs and collect evidence. A scanner never judges: it says what stands where.
+
+Built for gigabytes: blocks of bytes in constant memory, literals looked for first, a regular
+expression only where a literal stood. Hyperscan finds the literals where it is installed
+(3.4 GB/s a core, measured 2026-11-30), `bytes.find` elsewhere; both see the same lines.
+Line numbers are counted afterwards, and only as far as the last evidence needs them.
+"""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Final, Protocol
+
+import msgspec
+
+from lanekit import prefix
+
+BLOCK: Final = 4 << 20
+LINE: Final = 64 << 10  # a longer line is read in pieces
+BEFORE: Final = 1 << 10  # bytes of a line looked at before a literal, and after it
+AFTER: Final = 8 << 10
+HEAD: Final = 256
+GROUPS: Final = 20_000  # distinct evidence of one probe in one file; more is said, not kept
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What to look for. once: the first line is enough (a phase, a sensor)."""
+
+    id: str
+    literal: bytes
+    pattern: re.Pattern[bytes]
+    once: bool = False
+
+
+class Mark(msgspec.Struct, frozen=True, order=True):
+    """A position in a file: bytes from its start, and newlines to add to those before it."""
+
+    offset: int
+    newlines: int
+
+
+class Evidence(msgspec.Struct):
+    """All lines of one file that gave the same captures to one probe."""
+
+    probe: str
+    values: tuple[tuple[str, str], ...]
+    source: prefix.Prefix
+    count: int
+    first: Mark
+    last: Mark
+
+
+class Found(msgspec.Struct):
+    """What one file gave. overflow: probes with more distinct evidence than is kept."""
+
+    evidence: dict[tuple[Any, ...], Evidence] = {}
+    overflow: set[str] = set()
+    size: int = 0
+
+
+class Finder(Protocol):
+    """Finds literals in a block."""
+
+    def __call__(self, block: memoryview, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """(position, literal number) of every literal that starts in block[start:end], sorted."""
+
+
+def probe(name: str, literal: str, pattern: str = "", *, once: bool = False) -> Probe:
+    """A probe from text; without a pattern the literal alone counts."""
+    regex = re.compile((pattern or re.escape(literal)).encode())
+    return Probe(name, literal.encode(), regex, once)
+
+
+class PythonFinder:
+    """`bytes.find`, literal by literal."""
+
+    def __init__(self, literals: Sequence[bytes]) -> None:
+        self.literals = literals
+
+    def __call__(self, block: memoryview, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Every hit, sorted; see Finder."""
+        whole: Any = block.obj  # the bytearray under the view, which can search without a copy
+        hits: list[tuple[int, int]] = []
+        for number, literal in enumerate(self.literals):
+            stop = min(end + len(literal) - 1, len(block))
+            at = whole.find(literal, start, stop)
+            while at >= 0:
+                hits.append((at, number))
+                at = whole.find(literal, at + 1, stop)
+        return sorted(hits)
+
+
+class HyperscanFinder:
+    """All literals in one pass."""
+
+    def __init__(self, literals: Sequence[bytes]) -> None:
+        import hyperscan  # noqa: PLC0415 - optional
+
+        self.literals = literals
+        self.longest = max(map(len, literals), default=0)
+        self.database: Any = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
+        self.database.compile(
+            expressions=list(literals), ids=list(range(len(literals))), literal=True,
+            elements=len(literals), flags=[0] * len(literals),
+        )  # fmt: skip
+        self.database.scratch = hyperscan.Scratch(self.database)
+
+    def __call__(self, block: memoryview, start: int, end: int) -> Sequence[tuple[int, int]]:
+        """Every hit, sorted; see Finder."""
+        hits: list[tuple[int, int]] = []
+
+        def on_match(number: int, _from: int, to: int, _flags: int, _context: object) -> None:
+            at = start + to - len(self.literals[number])
+            if at < end:
+                hits.append((at, number))
+
+        stop = min(end + self.longest, len(block))
+        if self.literals and stop > start:
+            self.database.scan(block[start:stop], match_event_handler=on_match)
+        return sorted(hits)
+
+
+def finder(literals: Sequence[bytes]) -> Finder:
+    """The fastest finder that is installed."""
+    if literals:
+        with contextlib.suppress(ImportError):
+            return HyperscanFinder(literals)
+    return PythonFinder(literals)
+
+
+class _Scan:
+    """The state of one file's scan between blocks."""
+
+    def __init__(self, probes: Sequence[Probe], make: Any) -> None:
+        self.make = make
+        self.found = Found(evidence={}, overflow=set())
+        self.watch(probes)
+        self.head: bytes = b""  # start of the line in progress, when it began in an earlier block
+        self.fresh = True  # the next byte starts a line
+
+    def watch(self, probes: Sequence[Probe]) -> None:
+        self.probes = list(probes)
+        self.literals = list(dict.fromkeys(p.literal for p in self.probes))
+        self.by_literal = [[p for p in self.probes if p.literal == x] for x in self.literals]
+        self.finder: Finder = self.make(self.literals)
+
+    def take(self, view: memoryview, start: int, end: int, offset: int) -> None:
+        """Collect from the lines of view[start:end]; `offset` is the file offset of view[0]."""
+        whole: Any = view.obj
+        newlines = -1
+        if whole.find(b"\x1b", start, end) >= 0:  # ANSI: match on a copy without it
+            clean = bytearray(prefix.ANSI.sub(b"", view[start : min(end + AFTER, len(view))]))
+            cut = len(prefix.ANSI.sub(b"", view[start:end]))
+            offset, newlines = offset + start, 0
+            self._lines(memoryview(clean), 0, cut, offset, newlines)
+        else:
+            self._lines(view, start, end, offset, newlines)
+
+    def _lines(self, view: memoryview, start: int, end: int, offset: int, newlines: int) -> None:
+        whole: Any = view.obj
+        cursor, line = start, start if self.fresh else -1
+        seen_once = False
+        for at, number in self.finder(view, start, end):
+            newline = whole.rfind(b"\n", cursor, at)
+            line = newline + 1 if newline >= 0 else line
+            if newlines >= 0:
+                newlines += whole.count(b"\n", cursor, at)
+            cursor = at
+            mark = Mark(offset, newlines) if newlines >= 0 else Mark(offset + at, 0)
+            low = max(line, at - BEFORE, 0)
+            high = whole.find(b"\n", at, min(at + AFTER, len(view)))
+            window = bytes(view[low : high if high >= 0 else min(at + AFTER, len(view))])
+            head = bytes(view[line : line + HEAD]).partition(b"\n")[0] if line >= 0 else self.head
+            for probe_ in self.by_literal[number]:
+                seen_once |= self._match(probe_, window, at - low, head, mark)
+        newline = whole.rfind(b"\n", cursor, end)
+        line = newline + 1 if newline >= 0 else line
+        self.fresh = line == end
+        if line >= 0:
+            self.head = bytes(view[line : min(line + HEAD, end)])
+        if seen_once:
+            done = {evidence.probe for evidence in self.found.evidence.values()}
+            self.watch([p for p in self.probes if not (p.once and p.id in done)])
+
+    def _match(self, probe_: Probe, window: bytes, at: int, head: bytes, mark: Mark) -> bool:
+        for match in probe_.pattern.finditer(window):
+            if match.start() <= at < match.end():
+                source = prefix.parse(head)
+                if not source.echo:
+                    self._keep(probe_, match, source, mark)
+                    return probe_.once
+                break
+        return False
+
+    def _keep(
+        self, probe_: Probe, match: re.Match[bytes], source: prefix.Prefix, mark: Mark
+    ) -> None:
+        values = tuple(
+            (name, value.decode("utf-8", "backslashreplace"))
+            for name, value in match.groupdict().items()
+            if value is not None
+        )
+        key = (probe_.id, values, source)
+        known = self.found.evidence.get(key)
+        if known is not None:
+            known.count += 1
+            known.first, known.last = min(known.first, mark), max(known.last, mark)
+        elif len(self.found.evidence) < GROUPS:
+            self.found.evidence[key] = Evidence(probe_.id, values, source, 1, mark, mark)
+        else:
+            self.found.overflow.add(probe_.id)
+
+
+def scan(
+    stream: BinaryIO, probes: Sequence[Probe], *, block: int = BLOCK, make: Any = finder
+) -> Found:
+    """Collect the evidence of one log, in memory that does not grow with it."""
+    state = _Scan(probes, make)
+    buffer = bytearray(BEFORE + LINE + AFTER + block)
+    view = memoryview(buffer)
+    read: Any = stream.readinto  # type: ignore[attr-defined]
+    offset = done = filled = 0  # file offset of buffer[0]; bytes collected from; bytes filled
+    while got := read(view[filled : filled + block]):
+        filled += got
+        limit = buffer.rfind(b"\n", done, filled) + 1
+        if limit <= done or filled - limit > LINE:
+            if filled - done <= LINE:
+                continue
+            limit = max(limit, done, filled - AFTER)
+        state.take(view[:filled], done, limit, offset)
+        keep = max(0, limit - BEFORE)
+        view[: filled - keep] = view[keep:filled]
+        offset, done, filled = offset + keep, limit - keep, filled - keep
+    state.take(view[:filled], done, filled, offset)
+    state.found.size = offset + filled
+    return state.found
+
+
+def line_numbers(stream: BinaryIO, marks: Sequence[Mark], *, block: int = BLOCK) -> dict[Mark, int]:
+    """The line number, from 1, of each mark; reads no further than the last one."""
+    numbers: dict[Mark, int] = {}
+    position = lines = 0  # bytes counted and the newlines in them
+    data, inside = b"", 0  # the block read last, and how much of it is counted
+    for mark in sorted(set(marks)):
+        while position < mark.offset:
+            if inside == len(data):
+                data, inside = stream.read(block), 0
+                if not data:
+                    break
+            step = min(mark.offset - position, len(data) - inside)
+            lines += data.count(b"\n", inside, inside + step)
+            position, inside = position + step, inside + step
+        numbers[mark] = lines + mark.newlines + 1
+    return numbers

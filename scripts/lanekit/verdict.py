@@ -1,0 +1,109 @@
+"""The verdict of a drop as data: what was checked, what was seen where, and what follows."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+SCHEMA: Final = 1
+
+Outcome = Literal["met", "failed", "unchecked"]
+Result = Literal["proven", "refuted", "no verdict"]
+EXIT: Final[dict[str, int]] = {"proven": 0, "refuted": 1, "no verdict": 2}
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A line of a file of the drop, numbered from 1 as in the raw file; 0 means the whole file."""
+
+    file: str
+    line: int
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that was checked. `unchecked` is never a pass."""
+
+    id: str
+    group: Literal["drop", "transport", "load"]
+    severity: Literal["required", "noted"]
+    outcome: Outcome
+    why: str
+    expected: str
+    actual: str
+    first: Place | None = None
+    last: Place | None = None
+    missing: tuple[str, ...] = ()
+    remedy: str = ""
+    note: str = ""
+    source: str = ""
+    waived: str = ""
+
+
+class CellRow(msgspec.Struct, frozen=True):
+    """The figures of one load point. Rates in tokens/s, latencies in ms, duration in s; None is
+    a figure that could not be read, never zero. source: `records` or `summary`."""
+
+    name: str
+    folder: str
+    concurrency: int | None
+    requests: int | None
+    errors: int | None
+    tok_s: float | None
+    tok_s_user: float | None
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    duration_s: float | None
+    source: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a drop proves. said: what was inferred or noticed and must be known to the reader."""
+
+    drop: str
+    result: Result
+    reason: str
+    lane: str = ""
+    arm: str = ""
+    profile: str = ""
+    contract: str = ""
+    contract_version: int = 0
+    contract_sha256: str = ""
+    proves: str = ""
+    said: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
+    cells: tuple[CellRow, ...] = ()
+    unproven: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def exit_code(self) -> int:
+        """0 proven, 1 refuted, 2 no verdict."""
+        return EXIT[self.result]
+
+
+def decide(checks: Sequence[Check]) -> tuple[Result, str]:
+    """The result that follows from the checks, and why in one line.
+
+    Only required checks decide. Nothing required that was met is no verdict: zero checks never
+    pass.
+    """
+    required = [check for check in checks if check.severity == "required"]
+    counted = [check for check in required if not check.waived]
+    failed = [check.id for check in counted if check.outcome == "failed"]
+    unchecked = [check.id for check in counted if check.outcome == "unchecked"]
+    met = [check.id for check in counted if check.outcome == "met"]
+    if failed:
+        return "refuted", f"failed: {_listed(failed)}"
+    if unchecked or not met:
+        return (
+            "no verdict",
+            f"could not check: {_listed(unchecked)}" if unchecked else "no evidence",
+        )
+    waived = len(required) - len(counted)
+    tail = f", {waived} waived" if waived else ""
+    return "proven", f"{len(met)} of {len(required)} required checks met{tail}"
+
+
+def _listed(ids: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(ids))

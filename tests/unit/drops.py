@@ -1,0 +1,246 @@
+"""Drops and logs made line by line, each as small as it can be and still be judged.
+
+Lines are written as NCCL 2.30.4, aws-ofi-nccl, vLLM 0.24.0, uvicorn and our hook print them.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from lanekit import contract
+
+SHARED: Final = Path(
+    os.environ.get("LANES_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
+)
+PUBLISHED: Final = SHARED / "published-2026-07"
+needs_published = pytest.mark.skipif(
+    not PUBLISHED.is_dir(), reason="needs the published drop: set LANES_SHARED_DATA"
+)
+needs_logs = pytest.mark.skipif(
+    not (SHARED / "logs").is_dir(), reason="needs the recorded logs: set LANES_SHARED_DATA"
+)
+
+POST: Final = '(APIServer pid=3) INFO:     127.0.0.1:4 - "POST /v1/completions HTTP/1.1" 200 OK'
+MANAGER: Final = (
+    "(Worker pid=9) INFO 11-30 11:05:43 [cuda_communicator.py:185] Using {} all2all manager."
+)
+VLLM: Final = (
+    "(APIServer pid=3) INFO 11-30 11:00:01 [api_utils.py:273] non-default args: {'model': '/m', "
+    "'enable_expert_parallel': True}",
+    "(EngineCore pid=7) INFO 11-30 11:00:02 [core.py:114] Initializing a V1 LLM engine (v0.24.0) "
+    "with config: model='/m', tensor_parallel_size=1, pipeline_parallel_size=1, "
+    "data_parallel_size=1, device_config=cpu, seed=0, served_model_name=tiny, x=1",
+    "(Worker pid=9) INFO 11-30 11:00:03 [parallel_state.py:1588] world_size=1 rank=0 local_rank=0 "
+    "distributed_init_method=tcp://127.0.0.1:52679 backend=gloo",
+)
+
+Edit = Callable[[list[str]], list[str]]
+
+
+def nccl(host: str, local: int, text: str) -> str:
+    """A line of NCCL's on a rank's main thread."""
+    pid = 7000 + local
+    return f"{host}:{pid}:{pid} [{local}] NCCL INFO {text}"
+
+
+def hook(host: str, local: int, rank: int, world: int, **other: str) -> str:
+    """The line of the evidence hook."""
+    fields = {"class": "deep_ep.ElasticBuffer", "gin": "proxy"} | other
+    return (
+        f"(Worker_DP{rank}_EP{rank} pid={7000 + local}) [lane-evidence] v=1 host={host} "
+        f"pid={7000 + local} rank={rank} local_rank={local} world={world} class={fields['class']} "
+        f"deep_ep=2.0.0 nccl=2.30.4 nvshmem=3.6.5 gin={fields['gin']} qps=17 comms=1 timeout_s=600"
+    )
+
+
+def each(hosts: Iterable[str], gpus: int) -> list[tuple[str, int, int]]:
+    """(host, local rank, global rank) of a fleet."""
+    return [(h, i, n * gpus + i) for n, h in enumerate(hosts) for i in range(gpus)]
+
+
+def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
+    """What NCCL and the plugin print on an EFA rank."""
+    texts = (
+        "NET/Plugin: Loaded net plugin Libfabric (v12)",
+        "NET/OFI Selected provider is efa, fabric is efa-direct (found 16 nics)",
+        "Assigned NET plugin Libfabric to comm",
+        f"Assigned GIN plugin {gin} to comm",
+        "Using network Libfabric",
+        "devCommCreate: creating 4 contexts: 4 GIN connections with 1 contexts each (17 contexts "
+        "total requested)",
+    )
+    return [nccl(host, local, text) for text in texts]
+
+
+def log(name: str) -> list[str]:
+    """The smallest log that satisfies a contract."""
+    two = each(("ip-10-0-0-1", "ip-10-0-0-2"), 8)
+    one = each(("vm",), 2)
+    p2p = [
+        nccl(h, i, f"Channel 00/0 : {i}[{i}] -> {1 - i}[{1 - i}] via P2P/CUMEM") for h, i, _ in one
+    ]
+    net = [line for h, i, _ in two for line in efa(h, i)]
+    dense = [x for x in net if "GIN" not in x]
+    shim = [x for x in net if "devComm" not in x]
+    seam = "[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192 hidden=2048)"
+    legacy = {"class": "deep_ep.Buffer", "gin": "none"}
+    nvshmem = "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
+    gda = [line for h, i, _ in two for line in efa(h, i, gin="Libfabric_GDAKI")]
+    context = [nccl(h, i, "NET/OFI gin GDAKI: createContext done (nranks=16)") for h, i, _ in two]
+    gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
+    prepare = (
+        "(Worker_DP0_EP0 pid=9) INFO 11-30 11:05:45 [fp8.py:594] Using DeepEPV2PrepareAndFinalize"
+    )
+    lines = {
+        "v2-efa-proxy": [*net, *(hook(h, i, r, 16) for h, i, r in two)],
+        "v2-efa-gda": [*gda, *context, *(hook(h, i, r, 16, gin="gdaki") for h, i, r in two)],
+        "v1-efa": [*dense, *[nvshmem] * 16, *(hook(h, i, r, 16, **legacy) for h, i, r in two)],
+        "dense-efa": [*dense, MANAGER.format("AgRsAll2AllManager")],
+        "v2-nvlink": [*p2p, *(hook(h, i, r, 2, gin="off") for h, i, r in one)],
+        "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
+        "dense-nvlink": [*p2p, MANAGER.format("AgRsAll2AllManager")],
+        "floor": gpu,
+        "cpu": list(VLLM),
+        "published-2026-07-trtllm": [
+            *shim,
+            *[seam] * 16,
+            "[TRT-LLM] [RANK 0] [I] CutlassFusedMoE selects alltoall_method_type "
+            "<AlltoallMethodType.DeepEP: 2>",
+        ],
+        "published-2026-07-vllm": [
+            *shim,
+            "[t3-patch] constructing deep_ep.ElasticBuffer (gpu_timeout=600s cpu_timeout=600s)",
+            prepare,
+        ],
+        "published-2026-07-sglang": [
+            *shim,
+            "Wave 38.8 Path B: returning raw ElasticBuffer (num_experts=128, num_max_tokens=128).",
+        ],
+    }[name]
+    return [*lines, *[POST] * 8]
+
+
+# contract -> (lane, arm, profile) of the drops made here
+SUBJECTS: Final = {
+    "v2-efa-proxy": ("vllm", "v2", "p5en-x2"),
+    "v2-efa-gda": ("vllm", "gda", "p5en-x2"),
+    "v1-efa": ("vllm", "v1", "p5en-x2"),
+    "dense-efa": ("vllm", "dense", "p5en-x2"),
+    "v2-nvlink": ("vllm", "v2", "h200x2"),
+    "v1-nvlink": ("vllm", "v1", "h200x2"),
+    "dense-nvlink": ("vllm", "dense", "h200x2"),
+    "floor": ("vllm", "floor", "h200x1"),
+    "cpu": ("vllm", "floor", "cpu"),
+    "published-2026-07-trtllm": ("trtllm", "seam", "p5en-x2"),
+    "published-2026-07-vllm": ("vllm", "epnc1", "p5en-x2"),
+    "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
+}
+
+
+def record(number: int, *, start: float = 1_783_427_211.0, osl: int = 128) -> dict[str, Any]:
+    """A record of AIPerf 0.10.0: 100 ms to the first token, 10 ms a token after it."""
+    latency = 100.0 + 10.0 * (osl - 1)
+    begin = int((start + number) * 1e9)
+    return {
+        "metadata": {
+            "x_request_id": f"request-{number}",
+            "request_start_ns": begin,
+            "request_end_ns": begin + int(latency * 1e6),
+            "benchmark_phase": "profiling",
+            "was_cancelled": False,
+        },
+        "metrics": {
+            "request_latency": {"value": latency, "unit": "ms"},
+            "time_to_first_token": {"value": 100.0, "unit": "ms"},
+            "output_sequence_length": {"value": osl, "unit": "tokens"},
+            "inter_chunk_latency": {"value": [10.0] * 3, "unit": "ms"},
+        },
+        "error": None,
+    }
+
+
+def summary(requests: int, concurrency: int, *, osl: int = 128) -> dict[str, Any]:
+    """AIPerf's own summary of such records."""
+    wall = (requests - 1) + (100.0 + 10.0 * (osl - 1)) / 1000
+    return {
+        "schema_version": "1.3",
+        "aiperf_version": "0.10.0",
+        "was_cancelled": False,
+        "error_summary": [],
+        "start_time": "2026-11-30T11:10:00.000000",
+        "end_time": "2026-11-30T11:11:00.000000",
+        "request_count": {"unit": "requests", "avg": float(requests)},
+        "output_token_throughput": {"unit": "tokens/sec", "avg": requests * osl / wall},
+        "output_token_throughput_per_user": {"unit": "tokens/sec/user", "avg": 100.0},
+        "time_to_first_token": {"unit": "ms", "avg": 100.0, "p50": 100.0, "p99": 100.0},
+        "inter_token_latency": {"unit": "ms", "avg": 10.0, "p50": 10.0, "p99": 10.0},
+        "output_sequence_length": {"unit": "tokens", "avg": float(osl)},
+        "benchmark_duration": {"unit": "sec", "avg": wall},
+        "input_config": {
+            "models": {"items": [{"name": "tiny"}]},
+            "datasets": [{"prompts": {"isl": {"mean": 120.0}, "osl": {"mean": float(osl)}}}],
+            "phases": [{"name": "profiling", "requests": requests, "concurrency": concurrency}],
+        },
+    }
+
+
+def aiperf(folder: Path, *, requests: int = 8, concurrency: int = 4) -> Path:
+    """An AIPerf folder."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(record(n)) + "\n" for n in range(requests))
+    (folder / "profile_export.jsonl").write_text(lines)
+    (folder / "profile_export_aiperf.json").write_text(json.dumps(summary(requests, concurrency)))
+    return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change top-level fields of a JSON file; None removes one."""
+    found = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+
+
+def drop(
+    root: Path, name: str = "cpu", edit: Edit = list, *, plan: Mapping[str, Any] | None = None
+) -> Path:
+    """A complete drop of ours, judged by the contract `name`, its log edited, sealed."""
+    lane, arm, profile = SUBJECTS[name]
+    (root / "logs").mkdir(parents=True)
+    (root / "logs" / "here-server.log").write_text("\n".join(edit(log(name))) + "\n")
+    aiperf(root / "aiperf" / "c4")
+    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
+    full_plan = {
+        "contract": name,
+        "contract_sha256": contract.digest(name),
+        "engine": "vllm",
+        "cells": {"c4": cell},
+        "pins": {"vllm": "0.24.0", "aiperf": "0.10.0"},
+        "model": {"served_name": "tiny"},
+    } | dict(plan or {})
+    manifest = {
+        "schema": 1,
+        "row": {"lane": lane, "arm": arm, "profile": profile, "cells": ["c4"]},
+        "stack": "2026-07",
+        "state": "complete",
+        "started": "2026-11-30T11:00:00.000+00:00",
+        "plan": full_plan,
+        "git": {},
+        "environment": {},
+    }
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    return seal(root)
+
+
+def seal(root: Path) -> Path:
+    """Write the sha256 of every file into the manifest, as the end of a run does."""
+    files = [p for p in root.rglob("*") if p.is_file() and p.name not in UNSEALED]
+    digests = {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    edit_json(root / "manifest.json", files=digests)
+    return root
+
+
+UNSEALED: Final = ("manifest.json", "verdict.json")

@@ -1,0 +1,280 @@
+"""Whole drops, ours and strangers', to their verdict and exit code."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import drops
+import pytest
+
+from lanekit import contract
+from lanekit.errors import ConfigError, LaneError, Unreadable
+from lanekit.verdict import Check, Verdict
+from lanekit.verify import verify
+
+TRTLLM = drops.PUBLISHED / "trtllm-deepep-dropin-20260707"
+EAGER = drops.SHARED / "logs" / "h200x2-vllm-deepep_v2-eager.log"
+
+
+def check(found: Verdict, name: str) -> Check:
+    return next(x for x in found.checks if x.id == name)
+
+
+@drops.needs_published
+def test_published_trtllm_seam_is_proven() -> None:
+    found = verify(TRTLLM / "trtllm-native-seam")
+    assert (found.result, found.exit_code) == ("proven", 0)
+    assert (found.lane, found.arm, found.profile) == ("trtllm", "seam", "p5en-x2")
+    assert "inferred from the path" in found.said[0]
+    provider = check(found, "efa-provider")
+    assert provider.actual == "16 of 16 ranks"
+    assert provider.expected.endswith("provider efa, fabric efa-direct, nics 16")
+    buffers = check(found, "seam-elastic-trtllm")
+    assert buffers.actual == "16 lines"
+    assert "carry no rank" in buffers.note
+    alltoall = check(found, "trtllm-alltoall")
+    assert alltoall.actual == "method DeepEP"
+    assert alltoall.first is not None
+    assert alltoall.first.line == alltoall.last.line == 3  # type: ignore[union-attr]
+    assert [(c.name, c.requests, c.errors) for c in found.cells] == [
+        ("c4", 40, 0), ("c8", 64, 0), ("c32", 128, 0),
+    ]  # fmt: skip
+    assert [round(c.tok_s or 0, 2) for c in found.cells] == [67.64, 142.38, 563.28]
+    assert {c.source for c in found.cells} == {"records"}
+
+
+@drops.needs_published
+def test_published_trtllm_shim_has_no_verdict_on_its_buffer() -> None:
+    found = verify(TRTLLM / "trtllm")
+    assert (found.result, found.exit_code) == ("no verdict", 2)
+    assert found.reason == "could not check: seam-elastic-trtllm"
+    assert check(found, "efa-provider").actual == "16 of 16 ranks"
+    assert check(found, "efa-provider").outcome == "met"
+
+
+@drops.needs_published
+def test_published_vllm_has_no_serve_log_and_its_cells_are_shown() -> None:
+    found = verify(drops.PUBLISHED / "vllm-deepep-dropin-20260706" / "vllm" / "aiperf-epnc1")
+    assert (found.result, found.reason) == ("no verdict", "no serve log")
+    assert [round(c.tok_s or 0, 2) for c in found.cells] == [19.46, 38.80, 144.64]
+    assert {c.source for c in found.cells} == {"summary"}
+    assert "from the summary only" in check(found, "records").actual
+
+
+@drops.needs_logs
+def test_nvlink_log_is_refuted_under_the_efa_contract() -> None:
+    found = verify(EAGER, profile="p5en-x2")
+    assert (found.contract, found.result, found.exit_code) == ("v2-efa-proxy", "refuted", 1)
+    assert check(found, "efa-provider").actual == "no such line"
+    assert check(found, "net-fallback").outcome == "failed"
+    assert "vm [2]" in check(found, "net-plugin-libfabric").missing[0]
+
+
+@drops.needs_logs
+def test_nvlink_log_without_the_hook_proves_p2p_and_not_the_buffer() -> None:
+    found = verify(EAGER, profile="h200x2")
+    assert (found.contract, found.result) == ("v2-nvlink", "no verdict")
+    assert found.reason == "could not check: elastic-nvlink"
+    assert check(found, "p2p-channels").actual == "2 of 2 ranks"
+    assert check(found, "vllm-manager-v2").actual == "manager DeepEPV2All2AllManager"
+    assert check(found, "vllm-prepare-v2").actual == "prepare DeepEPV2PrepareAndFinalize"
+
+
+@drops.needs_logs
+def test_line_numbers_are_the_raw_file_s() -> None:
+    text = EAGER.read_bytes().split(b"\n")
+    place = check(verify(EAGER, profile="h200x2"), "vllm-prepare-v2").first
+    assert place is not None
+    assert b"Using DeepEPV2PrepareAndFinalize" in text[place.line - 1]
+
+
+@pytest.mark.parametrize("name", contract.names())
+def test_the_smallest_good_drop_is_proven(tmp_path: Path, name: str) -> None:
+    found = verify(drops.drop(tmp_path / "d", name))
+    assert (found.result, found.reason) == ("proven", found.reason)
+    assert all(x.outcome == "met" for x in found.checks if x.severity == "required")
+
+
+@pytest.mark.parametrize("name", [n for n in contract.names() if "efa" in n or "published" in n])
+def test_a_cpu_log_never_satisfies_an_efa_contract(tmp_path: Path, name: str) -> None:
+    found = verify(drops.drop(tmp_path / "d", name, lambda _: drops.log("cpu")))
+    assert found.result != "proven"
+
+
+def test_a_cpu_contract_does_not_judge_an_efa_profile(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d", "v2-efa-proxy", plan={"contract": "cpu"})
+    with pytest.raises(ConfigError, match="judges fabric none"):
+        verify(root)
+
+
+@pytest.mark.parametrize(
+    ("edit", "failing"),
+    [
+        (lambda x: [y.replace("v0.24.0", "v0.23.0") for y in x], "vllm-engine-cpu"),
+        (lambda x: [y.replace("device_config=cpu", "device_config=cuda") for y in x],
+         "vllm-engine-cpu"),
+        (lambda x: [y.replace("name=tiny", "name=other") for y in x], "vllm-engine-cpu"),
+        (lambda x: [y.replace("parallel': True", "parallel': False") for y in x],
+         "vllm-expert-parallel"),
+        (lambda x: [y.replace("world_size=1", "world_size=2") for y in x], "vllm-world-gloo"),
+        (lambda x: x[:-1], "requests-served"),
+        (lambda x: [*x, drops.hook("vm", 0, 0, 1)], "no-buffer"),
+    ],
+)  # fmt: skip
+def test_a_cpu_drop_is_refuted_by_one_wrong_line(
+    tmp_path: Path, edit: drops.Edit, failing: str
+) -> None:
+    found = verify(drops.drop(tmp_path / "d", "cpu", edit))
+    assert (found.result, found.exit_code) == ("refuted", 1)
+    assert check(found, failing).outcome == "failed"
+
+
+@pytest.mark.parametrize("state", ["planned", "starting", "sweeping", "failed", "interrupted"])
+def test_an_incomplete_run_has_no_verdict_and_says_how_far_it_came(
+    tmp_path: Path, state: str
+) -> None:
+    root = drops.drop(tmp_path / "d")
+    drops.edit_json(root / "manifest.json", state=state, failure="the server died")
+    found = verify(root)
+    assert found.exit_code == 2
+    assert found.reason == f"incomplete, it came as far as {state}: the server died"
+    assert [c.name for c in found.cells] == ["c4"]
+
+
+def test_a_changed_file_refutes(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    with (root / "logs" / "here-server.log").open("a") as stream:
+        stream.write("one line more\n")
+    found = verify(root)
+    assert found.result == "refuted"
+    assert check(found, "files").actual == "changed: logs/here-server.log"
+
+
+def test_an_added_file_refutes(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    (root / "logs" / "late-server.log").write_text("evidence made afterwards\n")
+    assert check(verify(root), "files").actual == "added: logs/late-server.log"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    (root / "logs" / "here-server.log").unlink()
+    assert check(verify(root), "files").missing == ("logs/here-server.log",)
+
+
+def test_the_verdict_s_own_file_is_no_part_of_the_drop(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    (root / "verdict.json").write_text("{}")
+    assert verify(root).result == "proven"
+
+
+def test_a_contract_that_changed_since_is_said(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d", plan={"contract_sha256": "0" * 64})
+    found = verify(root)
+    assert found.result == "proven"
+    assert any("has changed since" in said for said in found.said)
+
+
+def test_a_planned_cell_that_was_not_run_refutes(tmp_path: Path) -> None:
+    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
+    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c8": cell}})
+    assert check(verify(root), "cells").missing == ("c8",)
+    assert verify(root).result == "refuted"
+
+
+def test_options_that_contradict_a_manifest_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="its manifest says profile cpu"):
+        verify(drops.drop(tmp_path / "d"), profile="h200x2")
+
+
+def bad_inputs(root: Path) -> dict[str, Path]:
+    for name in ("empty", "noise", "zeros", "truncated", "gz", "utf16"):
+        (root / name).mkdir()
+    (root / "noise" / "picture.png").write_bytes(b"\x89PNG")
+    (root / "zeros" / "vllm-deepep_v2.log").write_bytes(b"\0" * 100_000)
+    drops.aiperf(root / "truncated" / "vllm-deepep_v2" / "c4")
+    torn = root / "truncated" / "vllm-deepep_v2" / "c4" / "profile_export_aiperf.json"
+    torn.write_bytes(torn.read_bytes()[:200])
+    whole = gzip.compress(b"a line\n" * 1000)
+    (root / "gz" / "vllm-deepep_v2.log.gz").write_bytes(whole[:-20])
+    (root / "manifest-zeros").mkdir()
+    (root / "manifest-zeros" / "manifest.json").write_bytes(b"\0" * 4096)
+    return {
+        "missing": root / "missing",
+        "empty": root / "empty",
+        "noise": root / "noise",
+        "zeros": root / "zeros",
+        "zeros-file": root / "zeros" / "vllm-deepep_v2.log",
+        "truncated": root / "truncated" / "vllm-deepep_v2",
+        "torn-gz": root / "gz" / "vllm-deepep_v2.log.gz",
+        "manifest-zeros": root / "manifest-zeros",
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["missing", "empty", "noise", "zeros", "zeros-file", "truncated", "torn-gz", "manifest-zeros"],
+)
+def test_bad_input_is_one_clear_line_and_exit_2(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = bad_inputs(tmp_path)[name]
+    program = [
+        sys.executable,
+        "-m",
+        "lanekit",
+        "verify",
+        str(path),
+        "--lane",
+        "vllm",
+        "--arm",
+        "v2",
+    ]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["../outside.log", "/etc/passwd", "logs/../../x", "a\0b", ""])
+def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+    root = drops.drop(tmp_path / "d")
+    drops.edit_json(root / "manifest.json", files={name: "0" * 64})
+    with pytest.raises(Unreadable, match="outside the drop"):
+        verify(root)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../outside", "/etc"])
+def test_a_link_that_leads_out_of_the_drop_is_refused(tmp_path: Path, target: str) -> None:
+    root = drops.drop(tmp_path / "d")
+    (tmp_path / "outside").write_text("x")
+    (root / "logs" / "linked.log").symlink_to(target)
+    with pytest.raises(Unreadable, match="leads out of the drop"):
+        verify(root)
+
+
+def test_a_pipe_in_a_drop_is_not_opened(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    os.mkfifo(root / "logs" / "pipe.log")
+    assert verify(root).result == "proven"
+
+
+def test_json_and_exit_code_of_the_command(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    out = tmp_path / "v.json"
+    program = [sys.executable, "-m", "lanekit", "verify", str(root), "--json", str(out)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert json.loads(out.read_text())["result"] == "proven"
+    assert "\x1b" not in ended.stdout
+
+
+def test_an_unknown_lane_lists_the_known(tmp_path: Path) -> None:
+    (tmp_path / "serve.log").write_text("x\n")
+    with pytest.raises(LaneError) as caught:
+        verify(tmp_path, lane="nonesuch")
+    assert "trtllm/seam" in caught.value.remedy
