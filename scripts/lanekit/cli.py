@@ -4,8 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lanekit.errors import LaneError
+
+if TYPE_CHECKING:
+    from lanekit import planning
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -38,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     lanes = commands.add_parser("lanes", help="list every lane and arm with where it runs")
     lanes.add_argument("--readme", action="store_true", help="renew the matrix in README.md")
     lanes.set_defaults(command=_lanes)
+    image = commands.add_parser("image", help="build, push, pull or draw the images")
+    _add_image_arguments(image)
+    image.set_defaults(command=_image)
+    pins = commands.add_parser("pins", help="print every pin, or check that none stands elsewhere")
+    pins.add_argument("--lint", action="store_true", help="check the Dockerfiles against pins.toml")
+    pins.set_defaults(command=_pins)
     report = commands.add_parser("report", help="write results/RESULTS.md from the drops")
     report.set_defaults(command=_report)
     return parser
@@ -60,6 +70,17 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", action="store_true", help="print the frozen plan and start nothing")
 
 
+def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("action", choices=("build", "push", "pull", "graph", "table"), help="what to do")
+    add("names", nargs="*", help="images of the graph; for build also a lane: all that it needs")
+    add("--all", action="store_true", help="every image")
+    add("--stack", default="", help="the set of pins; the lanes' own when not given")
+    add("--profile", default="", help="for a lane: the fleet it will run on")
+    add("--registry", default="", help="where images are pushed to and pulled from")
+    add("--plan", action="store_true", help="print what would be built and build nothing")
+
+
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     from lanekit import verify  # noqa: PLC0415
 
@@ -67,9 +88,9 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from lanekit import machine, plan  # noqa: PLC0415
+    from lanekit import machine, plan, planning  # noqa: PLC0415
 
-    made = plan.make(_options(args), machine.read())
+    made = planning.make(_options(args), machine.read())
     if args.plan:
         print(plan.render(made))
         return 0
@@ -79,10 +100,10 @@ def _run(args: argparse.Namespace) -> int:
     return run.main(made, Progress())
 
 
-def _options(args: argparse.Namespace) -> "plan.Options":  # type: ignore[name-defined]  # noqa: F821
-    from lanekit import plan  # noqa: PLC0415
+def _options(args: argparse.Namespace) -> "planning.Options":
+    from lanekit import planning  # noqa: PLC0415
 
-    return plan.Options(
+    return planning.Options(
         lane=args.lane,
         profile=args.profile,
         arm=args.arm,
@@ -113,6 +134,18 @@ def _lanes(args: argparse.Namespace) -> int:
     else:
         print(lanes.text())
     return 0
+
+
+def _image(args: argparse.Namespace) -> int:
+    from lanekit import image_commands  # noqa: PLC0415
+
+    return image_commands.run(args)
+
+
+def _pins(args: argparse.Namespace) -> int:
+    from lanekit import image_commands  # noqa: PLC0415
+
+    return image_commands.pins_command(lint=args.lint)
 
 
 def _report(_args: argparse.Namespace) -> int:

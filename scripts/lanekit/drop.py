@@ -37,7 +37,7 @@ class Drop:
         """
         path = Path(plan.drop)
         try:
-            for folder in ("logs", "aiperf", "host"):
+            for folder in ("logs", "host"):
                 (path / folder).mkdir(parents=True, exist_ok=folder != "logs")
             (path / RESERVE).write_bytes(b"\0" * 65536)
         except OSError as error:
@@ -52,10 +52,6 @@ class Drop:
     def log(self, host: str, role: str) -> Path:
         """Where the log of a role on a host goes."""
         return self.path / "logs" / f"{host}-{role}.log"
-
-    def artifacts(self, cell: str) -> Path:
-        """Where AIPerf's files of a cell go."""
-        return self.path / "aiperf" / cell
 
     def state(self, state: State, failure: str | None = None) -> None:
         """Record how far the run came."""

@@ -6,6 +6,7 @@ A lane's run.py says what its lane does with the steps of `Run`; this module say
 import contextlib
 import importlib.util
 import os
+import shlex
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from lanekit.plan import CellPlan, Plan, inherited
 from lanekit.progress import Progress
 
 POLL_S: Final = 0.2
+_WHO: Final = {"aiperf": "AIPerf", "batch": "the program"}
 
 
 class LaneScript(Protocol):
@@ -40,7 +42,6 @@ class Run:
         self.drop = drop
         self.progress = progress
         self._launcher: process.Launcher = process.ProcessLauncher()
-        self._aiperf_env = {**inherited(plan), **plan.aiperf_env}
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Run:
             self.drop.manifest.timings["stop"] = round(time.monotonic() - begin, 3)
 
     def sweep(self) -> None:
-        """Take every cell of the plan with AIPerf, in order."""
+        """Take every cell of the plan, in order."""
         self.drop.state("sweeping")
         for name, cell in self.plan.cells.items():
             self._take(name, cell)
@@ -96,14 +97,16 @@ class Run:
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
 
     def _take(self, name: str, cell: CellPlan) -> None:
-        folder = self.drop.artifacts(name)
-        folder.mkdir(parents=True)
-        command = [word.replace("{artifacts}", str(folder)) for word in cell.command]
+        log = self.drop.path / cell.log
+        (self.drop.path / cell.artifacts).mkdir(parents=True)
+        env = {**inherited(self.plan), **cell.env}
         begin = time.monotonic()
-        self.progress.say(f"{name}: {cell.requests} requests at concurrency {cell.concurrency}")
-        with (folder / "console.log").open("wb") as console:
+        load = f"{cell.requests} requests at concurrency {cell.concurrency}"
+        self.progress.say(f"{name}: {load if cell.requests else shlex.join(cell.command[1:])}")
+        with log.open("wb") as console:
             with interrupt.held():
-                child, started = process.spawn(f"aiperf {name}", command, self._aiperf_env, console)
+                what = f"{self.plan.driver} {name}"
+                child, started = process.spawn(what, cell.command, env, console)
                 self.drop.started(started)
             try:
                 while child.poll() is None:
@@ -115,9 +118,10 @@ class Run:
         self.drop.timing(f"cell {name}", time.monotonic() - begin)
         if child.returncode != 0:
             raise CellFailed(
-                f"{name}: AIPerf ended with {process.outcome(child.returncode)}; it said last:\n"
-                + "\n".join(f"    {line}" for line in process.tail(folder / "console.log", 8)),
-                remedy=f"Read {folder / 'console.log'} and {folder / 'logs' / 'aiperf.log'}.",
+                f"{name}: {_WHO[self.plan.driver]} ended with "
+                f"{process.outcome(child.returncode)}; it said last:\n"
+                + "\n".join(f"    {line}" for line in process.tail(log, 8)),
+                remedy=f"Read {log} and what is in {self.drop.path / cell.artifacts}.",
             )
 
     def _watch(self, name: str, cell: CellPlan, begin: float) -> None:
@@ -125,7 +129,7 @@ class Run:
         spent = time.monotonic() - begin
         if spent > cell.deadline_s:
             raise CellFailed(
-                f"{name}: AIPerf was not done within its {cell.deadline_s:.0f} s",
+                f"{name}: {_WHO[self.plan.driver]} was not done within its {cell.deadline_s:.0f} s",
                 remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
             )
         self.progress.now(f"{name}: {spent:.0f} s")

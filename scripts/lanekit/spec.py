@@ -44,19 +44,27 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A load point. deadline_s: AIPerf can wait for ever, so a cell ends by this many seconds."""
+    """A load point: AIPerf's, or the arguments of a batch program.
 
-    concurrency: int
-    requests: int
+    deadline_s: AIPerf can wait for ever, so a cell ends by this many seconds.
+    """
+
+    concurrency: int = 0
+    requests: int = 0
+    args: tuple[str, ...] = ()
     deadline_s: float = 1800.0
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What AIPerf sends. isl, osl: synthetic tokens in and out of every request."""
+    """What a sweep does: `aiperf` loads a server, `batch` runs serve.yaml's program once a cell.
 
-    isl: int
-    osl: int
+    isl, osl: synthetic tokens in and out of every AIPerf request.
+    """
+
     cells: dict[str, Cell]
+    driver: Literal["aiperf", "batch"] = "aiperf"
+    isl: int = 0
+    osl: int = 0
     seed: int = 0
 
 

