@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     pins.set_defaults(command=_pins)
     report = commands.add_parser("report", help="write results/RESULTS.md from the drops")
     report.set_defaults(command=_report)
+    bundle = commands.add_parser("bundle", help="pack a lane for a machine without network")
+    _add_bundle_arguments(bundle)
+    bundle.set_defaults(command=_bundle)
+    patches = commands.add_parser("patches", help="apply our patch series to their public roots")
+    _add_patches_arguments(patches)
+    patches.set_defaults(command=_patches)
     return parser
 
 
@@ -85,6 +91,18 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     from lanekit import verify  # noqa: PLC0415
 
     verify.add_arguments(parser)
+
+
+def _add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
+    from lanekit import bundle  # noqa: PLC0415
+
+    bundle.add_arguments(parser)
+
+
+def _bundle(args: argparse.Namespace) -> int:
+    from lanekit import bundle  # noqa: PLC0415
+
+    return bundle.run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -153,3 +171,16 @@ def _report(_args: argparse.Namespace) -> int:
 
     print(report.write(judge_again=True))
     return 0
+
+
+def _add_patches_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("series", nargs="*", help="folders under patches/, or their beginnings; all when none given")
+    add("--refresh", action="store_true", help="try the newer bases and say which hunks moved")
+    add("--out", default="", help="where to leave the patched trees")
+
+
+def _patches(args: argparse.Namespace) -> int:
+    from lanekit import patches  # noqa: PLC0415
+
+    return patches.main(args.series, again=args.refresh, out=args.out)
