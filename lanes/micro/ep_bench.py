@@ -18,6 +18,7 @@ is shared. The cache is warm: no L2 flush between iterations.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -560,6 +561,13 @@ def _lined_up(bench: Bench) -> Callable[[], None]:
     return lambda: dist.all_reduce(one)
 
 
+def mapped_nccl() -> int:
+    """ncclGetVersion of the loaded library; torch.cuda.nccl.version() is that of its build."""
+    code = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    return code.value
+
+
 def versions(backend: str) -> Record:
     """What ran, for the first record of the file."""
     found: Record = {"python": sys.version.split()[0], "torch": torch.__version__}
@@ -567,7 +575,7 @@ def versions(backend: str) -> Record:
         import deep_ep  # noqa: PLC0415
 
         found |= {"deep_ep": deep_ep.__version__, "gpu": torch.cuda.get_device_name()}
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = mapped_nccl()
     return found
 
 

@@ -14,8 +14,6 @@ Environment: LANE_EVIDENCE=1 switches it on. LANE_REFUSE_LEGACY=1 makes the cons
 legacy deep_ep.Buffer an error. LANE_TIMEOUT_S (default 600) is the least ElasticBuffer timeout.
 """
 
-# ruff: noqa: ANN401 - every object met here belongs to a package that is imported later
-
 from __future__ import annotations
 
 import os
