@@ -57,6 +57,25 @@ class CellRow(msgspec.Struct, frozen=True):
     source: str
 
 
+class MicroRow(msgspec.Struct, frozen=True):
+    """One operation of the micro lane, over its repetitions. Times in microseconds, gbs in 1e9
+    bytes/s at p50, spread: range of the repetitions' medians over their median. tokens: 0 for a
+    floor that has no shape."""
+
+    cell: str
+    op: str
+    mode: str
+    dtype: str
+    tokens: int
+    bytes: int
+    repetitions: int
+    p50_us: float
+    min_us: float
+    max_us: float
+    spread: float
+    gbs: float
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """What a drop proves. said: what was inferred or noticed and must be known to the reader."""
 
@@ -73,6 +92,7 @@ class Verdict(msgspec.Struct, frozen=True):
     said: tuple[str, ...] = ()
     checks: tuple[Check, ...] = ()
     cells: tuple[CellRow, ...] = ()
+    micro: tuple[MicroRow, ...] = ()
     unproven: tuple[str, ...] = ()
     schema: int = SCHEMA
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lanekit import contract, judge, logs, records, spec
+from lanekit import contract, judge, logs, micro, records, spec
 from lanekit.contract import Contract
 from lanekit.errors import ConfigError, Unreadable
 from lanekit.judge import Facts, Load
@@ -96,6 +96,8 @@ def _ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) ->
         return _incomplete(subject, manifest)
     if not isinstance(name, str):
         raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
+    if plan.get("driver") == "batch":
+        return _batch(subject, manifest)
     loads, unplanned = _planned(subject, plan)
     said = () if plan.get("contract_sha256") in _digests(name) else (
         f"contract {name} has changed since this drop was made; judged by today's",)  # fmt: skip
@@ -107,6 +109,23 @@ def _ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) ->
     )
     checks = [_integrity(drop, files, manifest.files), *judge.load(loads, unplanned)]
     return _judged(subject, facts, loads, checks, said)
+
+
+def _batch(subject: Subject, manifest: Manifest) -> Verdict:
+    """A lane that ran a program once a cell, judged by what the program recorded."""
+    drop, plan = subject.root, manifest.plan
+    profile = spec.profile(subject.profile)
+    cells = {
+        name: micro.read(drop / str(_at(cell, "artifacts")) / micro.NAME)
+        for name, cell in plan["cells"].items()
+    }
+    checks = [
+        _integrity(drop, subject.files, manifest.files),
+        *micro.judge(cells, profile.ranks),
+    ]
+    found = _judged(subject, Facts(profile=profile, requests=None), (), checks, ())
+    rows = (row for name, records_ in cells.items() for row in micro.rows(name, records_))
+    return msgspec.structs.replace(found, micro=tuple(rows))
 
 
 def _digests(name: str) -> tuple[str, str]:
