@@ -2,9 +2,11 @@
 
 import datetime
 import hashlib
+import json
 import re
 import shlex
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -312,13 +314,35 @@ def _pairs(words: tuple[str, ...]) -> dict[str, str]:
 
 
 def _pins(environments: Mapping[str, Environment]) -> dict[str, str]:
-    """Versions of the packages that name a stack, read from the locks, where alone they stand."""
+    """Versions of the packages that name a stack: from the locks, where alone they stand, or from
+    an interpreter that was given."""
     pins: dict[str, str] = {}
     for environment in environments.values():
+        if not environment.locks:
+            pins |= _installed(environment.python)
         for lock in environment.locks:
             found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
             pins |= {name: version for name, version in found if name in PINNED}
     return pins
+
+
+def _installed(python: str) -> dict[str, str]:
+    """What a given interpreter really holds of PINNED."""
+    ask = (
+        "import json, sys; from importlib.metadata import distributions as d;"
+        "print(json.dumps({x.name.lower().replace('_', '-'): x.version for x in d()}))"
+    )
+    try:
+        told = subprocess.run(
+            (python, "-c", ask), capture_output=True, text=True, timeout=60, check=True
+        )
+        held: dict[str, str] = json.loads(told.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"{python} does not answer as a Python interpreter: {error}",
+            remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",
+        ) from error
+    return {name: held[name] for name in PINNED if name in held}
 
 
 def _drop(options: Options, name: str) -> Path:
