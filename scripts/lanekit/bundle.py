@@ -14,11 +14,11 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
-from lanekit import paths, spec
+from lanekit import drop, paths, spec
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 FORMAT: Final = 1
@@ -96,26 +96,29 @@ def plan_environments(
         locks["aiperf"] = "aiperf"
     has = read_present(present.read_text() if present else "")
     planned = {name: _environment(paths.LOCKS / f"{lock}.txt", has) for name, lock in locks.items()}
-    extra = _server_wheels(planned["server"], deepep_wheel)
-    planned["server"] = Environment(planned["server"].carried, planned["server"].linked, extra)
+    planned["server"] = _with_deep_ep(planned["server"], deepep_wheel, has)
     return planned
 
 
-def _server_wheels(server: Environment, deepep_wheel: Path | None) -> tuple[Path, ...]:
-    """The wheels beside the lock: deep_ep wherever the environment has NCCL."""
+def _with_deep_ep(
+    server: Environment, deepep_wheel: Path | None, present: Mapping[str, str]
+) -> Environment:
+    """The environment with deep_ep, which is in no lock: a wheel, or linked where it is present."""
     if deepep_wheel is not None:
         if deepep_wheel.suffix != ".whl" or not deepep_wheel.is_file():
             raise ConfigError(
                 f"DEEPEP_WHEEL: no wheel at {deepep_wheel}",
                 remedy="Give the path of a deep_ep-*.whl built for the machine's Python.",
             )
-        return (deepep_wheel,)
+        return replace(server, extra=(deepep_wheel,))
+    if "deep-ep" in present:
+        return replace(server, linked=(*server.linked, "deep-ep"))
     if any(re.match(r"nvidia-nccl-", line) for line in (*server.carried, *server.linked)):
         raise ConfigError(
             "this lane needs deep_ep, which no package index carries",
             remedy="Build it (images/transport-v2/README.md) and name it: DEEPEP_WHEEL=path.whl",
         )
-    return ()
+    return server
 
 
 def _environment(lock: Path, present: Mapping[str, str]) -> Environment:
@@ -269,6 +272,8 @@ def _copy_checkout(target: Path) -> None:
     listed = subprocess.run(ask, capture_output=True, text=True, check=False)
     if listed.returncode:
         raise ConfigError("this is no git checkout", remedy="Make the bundle from a clone.")
+    target.mkdir()
+    (target / paths.PROVENANCE).write_text(json.dumps(drop.git()) + "\n")
     for name in filter(None, listed.stdout.split("\0")):
         source = paths.ROOT / name
         if source.is_file():

@@ -119,7 +119,7 @@ def _first(plan: Plan) -> Manifest:
         state="planned",
         started=_now(),
         plan=msgspec.to_builtins(plan),
-        git=_git(),
+        git=git(),
         environment={k: v for k, v in known.items() if not any(s in k.upper() for s in SECRET)},
         runner=here,
     )
@@ -131,8 +131,12 @@ def _self_started() -> float:
     return float(psutil.Process().create_time())
 
 
-def _git() -> dict[str, str]:
-    """Commit and cleanliness of the checkout; empty outside one."""
+def git() -> dict[str, str]:
+    """Commit and cleanliness of the checkout, or of the one a bundle was made from; else empty."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(
+            (paths.ROOT / paths.PROVENANCE).read_bytes(), type=dict[str, str]
+        )
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         ask = ("git", "-C", str(paths.ROOT))
         commit = subprocess.check_output((*ask, "rev-parse", "HEAD"), text=True, stderr=-3)

@@ -10,3 +10,4 @@ CONTRACTS: Final = LANES / "contracts"
 LOCKS: Final = ROOT / "locks"
 RESULTS: Final = ROOT / "results"
 CACHE: Final = ROOT / ".cache"
+PROVENANCE: Final = "provenance.json"  # in a bundle: the git commit that its checkout was

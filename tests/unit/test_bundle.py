@@ -1,6 +1,7 @@
 """Bundles: what goes in, the parts, and a real installation on this machine without an index."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import bundle, paths
+from lanekit import bundle, drop, paths
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -102,6 +103,14 @@ def test_a_lane_on_gpus_needs_a_deep_ep_wheel(locks: Path, tmp_path: Path) -> No
         bundle.plan_environments("one", "h200x1", deepep_wheel=tmp_path / "x.whl", present=None)
 
 
+def test_deep_ep_may_be_on_the_machine_already(locks: Path, tmp_path: Path) -> None:
+    present = tmp_path / "freeze.txt"
+    present.write_text("deep_ep==2.0.0+b8a69a8\n")
+    planned = bundle.plan_environments("one", "h200x1", deepep_wheel=None, present=present)
+    assert planned["server"].linked == ("deep-ep",)
+    assert planned["server"].extra == ()
+
+
 def test_a_lane_without_an_environment_there_is_refused(locks: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to bundle") as caught:
         bundle.plan_environments("one", "p5en-x2", deepep_wheel=None, present=None)
@@ -163,7 +172,9 @@ def copied(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "media"))
 
 
-def test_install_and_run_a_command(copied: Path, tmp_path: Path) -> None:
+def test_install_and_run_a_command(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = install(copied, "--to", str(tmp_path / "lane"), "--", "lanes")
     assert done.returncode == 0, done.stderr
     assert "1 installed, 9 linked" in done.stdout
@@ -172,6 +183,10 @@ def test_install_and_run_a_command(copied: Path, tmp_path: Path) -> None:
     code = "import tiny, msgspec; print(tiny.ANSWER, msgspec.__file__)"
     said = subprocess.run([python, "-c", code], text=True, capture_output=True, check=True).stdout
     assert said.startswith(f"42 {tmp_path}/lane/env/lanekit/")
+    noted = json.loads((tmp_path / "lane" / "bundle" / "tree" / paths.PROVENANCE).read_text())
+    assert set(noted) == {"commit", "dirty"}
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "lane" / "bundle" / "tree")
+    assert drop.git() == noted
     again = install(copied, "--to", str(tmp_path / "lane"))
     assert again.stdout == f"bundle: already installed in {tmp_path}/lane\n"
 
