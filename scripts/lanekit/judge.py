@@ -4,12 +4,13 @@ A judge never reads a file and never prints. Evidence is distinct ranks, not lin
 """
 
 import dataclasses
+import datetime
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from lanekit import ranks, records, scan
+from lanekit import clock, ranks, records, scan
 from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
@@ -37,7 +38,8 @@ class Line:
 @dataclasses.dataclass(frozen=True)
 class Logs:
     """What all logs of a drop gave. first_request: stream -> (part, line) of its first answered
-    request. overflow: probes that gave more than is kept. files: logs that hold anything."""
+    request. overflow: probes that gave more than is kept. files: logs that hold anything. ends:
+    the first and last bytes of each log, where times are looked for."""
 
     lines: Mapping[str, Sequence[Line]]
     known: ranks.Identities
@@ -45,6 +47,7 @@ class Logs:
     sensors: frozenset[str]
     overflow: frozenset[str]
     files: int
+    ends: Sequence[tuple[bytes, bytes]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +268,50 @@ def _span(lines: Sequence[Line]) -> tuple[Place | None, Place | None]:
     first = min((x.first for x in lines), key=lambda p: (p.file, p.line))
     last = max((x.last for x in lines), key=lambda p: (p.file, p.line))
     return first, last
+
+
+def same_run(loads: Sequence[Load], logs: Logs, *, whole: bool) -> Check:
+    """The logs were written while the load points ran. A stranger's excerpt may end early, so only
+    a whole log (`whole`) must reach to the end. Noted where no clock can be compared."""
+    outcome: Outcome = "unchecked"
+    said = []
+    for x in loads:
+        if x.cell is None or x.cell.start is None or x.cell.end is None:
+            continue
+        start, end = x.cell.start, x.cell.end
+        windows = [w for ends in logs.ends if (w := clock.window(*ends, near=start)) is not None]
+        if not windows:
+            break
+        if not whole:
+            windows.append(clock.Window(windows[0].first, windows[0].first + _DAY))
+        zone = _zone(x.cell)
+        why = clock.outside(clock.Window(start, end), windows, zone)
+        said += [f"{x.name}: {why}"] if why else []
+        outcome = "failed" if said else "met"
+    return Check(
+        id="same-run",
+        group="load",
+        severity="required" if outcome == "failed" else "noted",
+        outcome=outcome,
+        why="the log was written while the load points ran",
+        expected="every load point inside the log's times",
+        actual="; ".join(said) or ("inside" if outcome == "met" else "no clocks to compare"),
+        remedy="This log is of another run." if said else "",
+    )
+
+
+_DAY: Final = datetime.timedelta(days=1)
+
+
+def _zone(cell: records.Cell) -> datetime.timedelta:
+    """AIPerf's offset from UTC, to a quarter of an hour, from its local and its epoch clock."""
+    if cell.start is None or cell.records is None or cell.records.window is None:
+        return datetime.timedelta(0)
+    utc = datetime.datetime.fromtimestamp(cell.records.window[0], datetime.UTC)
+    quarters = round((cell.start - utc.replace(tzinfo=None)).total_seconds() / 900)
+    return (
+        datetime.timedelta(minutes=15 * quarters) if abs(quarters) <= 64 else datetime.timedelta(0)
+    )
 
 
 def load(loads: Sequence[Load], unplanned: Sequence[str]) -> list[Check]:

@@ -127,7 +127,13 @@ def _together(
     sensors = [name.removeprefix("sensor:") for name in lines if name.startswith("sensor:")]
     held = sum(found.size > 0 for found, _ in results)
     return Logs(
-        dict(lines), ranks.join(joins, ranks_), first, frozenset(sensors), frozenset(overflow), held
+        lines=dict(lines),
+        known=ranks.join(joins, ranks_),
+        first_request=first,
+        sensors=frozenset(sensors),
+        overflow=frozenset(overflow),
+        files=held,
+        ends=[(found.head, found.tail) for found, _ in results],
     )
 
 

@@ -14,7 +14,12 @@ _SIGNS: Final = {"met": "ok", "failed": "FAIL", "unchecked": "?"}
 _COLOURS: Final = {
     "ok": "32", "FAIL": "31", "?": "33", "proven": "1;32", "refuted": "1;31", "no verdict": "1;33",
 }  # fmt: skip
-_GROUPS: Final = (("drop", "Drop"), ("transport", "Transport"), ("load", "Load"))
+_GROUPS: Final = (
+    ("drop", "Drop"),
+    ("transport", "Transport"),
+    ("load", "Load"),
+    ("witness", "Other evidence"),
+)
 
 
 def wants_colour(stream: TextIO) -> bool:

@@ -51,11 +51,14 @@ class Evidence(msgspec.Struct):
 
 
 class Found(msgspec.Struct):
-    """What one file gave. overflow: probes with more distinct evidence than is kept."""
+    """What one file gave. overflow: probes with more distinct evidence than is kept. head, tail:
+    its first and last bytes, where a reader looks for times."""
 
     evidence: dict[tuple[Any, ...], Evidence] = {}
     overflow: set[str] = set()
     size: int = 0
+    head: bytes = b""
+    tail: bytes = b""
 
 
 class Finder(Protocol):
@@ -216,23 +219,26 @@ def scan(
 ) -> Found:
     """Collect the evidence of one log, in memory that does not grow with it."""
     state = _Scan(probes, make)
-    buffer = bytearray(BEFORE + LINE + AFTER + block)
+    buffer = bytearray(2 * LINE + AFTER + block)
     view = memoryview(buffer)
     read: Any = stream.readinto  # type: ignore[attr-defined]
     offset = done = filled = 0  # file offset of buffer[0]; bytes collected from; bytes filled
     while got := read(view[filled : filled + block]):
         filled += got
+        if offset == 0 and len(state.found.head) < LINE:
+            state.found.head = bytes(view[: min(filled, LINE)])
         limit = buffer.rfind(b"\n", done, filled) + 1
         if limit <= done or filled - limit > LINE:
             if filled - done <= LINE:
                 continue
             limit = max(limit, done, filled - AFTER)
         state.take(view[:filled], done, limit, offset)
-        keep = max(0, limit - BEFORE)
+        keep = max(0, limit - LINE)
         view[: filled - keep] = view[keep:filled]
         offset, done, filled = offset + keep, limit - keep, filled - keep
     state.take(view[:filled], done, filled, offset)
     state.found.size = offset + filled
+    state.found.tail = bytes(view[max(0, filled - LINE) : filled])
     return state.found
 
 

@@ -23,7 +23,7 @@ class Check(msgspec.Struct, frozen=True):
     """One thing that was checked. `unchecked` is never a pass."""
 
     id: str
-    group: Literal["drop", "transport", "load"]
+    group: Literal["drop", "transport", "load", "witness"]
     severity: Literal["required", "noted"]
     outcome: Outcome
     why: str

@@ -26,6 +26,10 @@ needs_logs = pytest.mark.skipif(
 )
 
 POST: Final = '(APIServer pid=3) INFO:     127.0.0.1:4 - "POST /v1/completions HTTP/1.1" 200 OK'
+BEGIN: Final = "(APIServer pid=3) INFO 11-30 11:00:00 [api_utils.py:339]   version 0.24.0"
+END: Final = (
+    "(EngineCore pid=7) INFO 11-30 11:12:00 [core.py:1214] [shutdown] EngineCore: signal=SIGTERM"
+)
 MANAGER: Final = (
     "(Worker pid=9) INFO 11-30 11:05:43 [cuda_communicator.py:185] Using {} all2all manager."
 )
@@ -105,6 +109,7 @@ def log(name: str) -> list[str]:
         "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
         "dense-nvlink": [*p2p, MANAGER.format("AgRsAll2AllManager")],
         "floor": gpu,
+        "v2-one": [hook("vm", 0, 0, 1, gin="off")],
         "cpu": list(VLLM),
         "published-2026-07-trtllm": [
             *shim,
@@ -122,7 +127,7 @@ def log(name: str) -> list[str]:
             "Wave 38.8 Path B: returning raw ElasticBuffer (num_experts=128, num_max_tokens=128).",
         ],
     }[name]
-    return [*lines, *[POST] * 8]
+    return [BEGIN, *lines, *[POST] * 8, END]
 
 
 # contract -> (lane, arm, profile) of the drops made here
@@ -139,10 +144,15 @@ SUBJECTS: Final = {
     "published-2026-07-trtllm": ("trtllm", "seam", "p5en-x2"),
     "published-2026-07-vllm": ("vllm", "epnc1", "p5en-x2"),
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
+    "v2-one": ("micro", "v2", "h200x1"),
 }
 
 
-def record(number: int, *, start: float = 1_783_427_211.0, osl: int = 128) -> dict[str, Any]:
+# 2026-11-30 11:10:00 UTC; AIPerf's local clock below is UTC too
+START: Final = 1_796_037_000.0
+
+
+def record(number: int, *, start: float = START, osl: int = 128) -> dict[str, Any]:
     """A record of AIPerf 0.10.0: 100 ms to the first token, 10 ms a token after it."""
     latency = 100.0 + 10.0 * (osl - 1)
     begin = int((start + number) * 1e9)

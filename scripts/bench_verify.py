@@ -1,0 +1,166 @@
+"""Compare `lanekit verify` with ripgrep on a drop of gigabytes, made for the purpose and removed.
+
+    python scripts/bench_verify.py [--gib 4] [--folder DIR] [--keep]
+
+Both look for the same patterns in the same files, in one run, caches warm, best of three. The drop
+is what two hosts of eight ranks leave: NCCL's start-up lines for every rank, then request lines and
+engine statistics. ripgrep must be installed; it is Debian's package of that name.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lanekit import contract
+
+CONTRACT = "v2-efa-proxy"
+HOSTS = ("ip-10-0-0-1", "ip-10-0-0-2")
+GPUS = 8
+
+
+def start_up(host: str, number: int) -> list[str]:
+    """NCCL's and the hook's lines of the ranks of a host: the evidence, and what surrounds it."""
+    lines = []
+    for local in range(GPUS):
+        pid, rank = 7000 + local, number * GPUS + local
+        mark = f"{host}:{pid}:{pid} [{local}] NCCL INFO "
+        texts = [
+            "NCCL version 2.30.4+cuda13.2",
+            "NET/Plugin: Loaded net plugin Libfabric (v12)",
+            *(f"NET/OFI NIC group {n} device #0 0000:{n:02x}:00.0" for n in range(16)),
+            "NET/OFI Selected provider is efa, fabric is efa-direct (found 16 nics)",
+            "Assigned NET plugin Libfabric to comm",
+            "Assigned GIN plugin Libfabric to comm",
+            "Using network Libfabric",
+            f"comm 0x4b3e7190 rank {rank} nRanks 16 nNodes 2 localRanks 8 localRank {local} MNNVL 0",
+            *(
+                f"Channel {n % 16:02d}/0 : {rank}[{local}] -> {n % 16}[{n % 8}] [send] via "
+                f"NET/Libfabric/{n % 16}/GDRDMA"
+                for n in range(400)
+            ),
+            "devCommCreate: creating 4 contexts: 4 GIN connections with 1 contexts each (17 contexts "
+            "total requested)",
+        ]
+        lines += [mark + text for text in texts]
+        lines.append(
+            f"(Worker_DP{rank}_EP{rank} pid={pid}) [lane-evidence] v=1 host={host} pid={pid} "
+            f"rank={rank} local_rank={local} world=16 class=deep_ep.ElasticBuffer deep_ep=2.0.0 "
+            "nccl=2.30.4 nvshmem=3.6.5 gin=proxy qps=17 comms=1 timeout_s=600"
+        )
+    return lines
+
+
+def serving(host: str, dice: random.Random) -> list[str]:
+    """What a server prints while it serves: request lines, statistics, NCCL on new connections."""
+    lines = []
+    for n in range(60_000):
+        port = dice.randrange(30_000, 60_000)
+        lines.append(
+            f'(APIServer pid=3533) INFO:     127.0.0.1:{port} - "POST /v1/completions HTTP/1.1" 200 OK'
+        )
+        if n % 8 == 0:
+            rate = dice.random() * 5000
+            lines.append(
+                f"(APIServer pid=3533) INFO 11-30 11:{n % 60:02d}:05 [loggers.py:259] Engine "
+                f"{n % 16:03d}: Avg prompt throughput: {rate:.1f} tokens/s, Avg generation "
+                f"throughput: {rate * 1.1:.1f} tokens/s, Running: {n % 32} reqs, Waiting: 0 reqs, "
+                "GPU KV cache usage: 0.3%, Prefix cache hit rate: 0.0%"
+            )
+        if n % 4 == 0:
+            local = n // 4 % GPUS
+            lines.append(
+                f"{host}:{7000 + local}:{7100 + local} [{local}] NCCL INFO AllGather: opCount {n:x} "
+                f"sendbuff 0x7f3c{port:08x} recvbuff 0x7f3d{port:08x} count {port} datatype 9 op 0 "
+                "root 0 comm 0x4b3e7190 [nranks=16] stream 0x3a4b"
+            )
+    return lines
+
+
+def make(root: Path, size: int) -> list[Path]:
+    """Write the logs of the drop, `size` bytes in all."""
+    dice = random.Random(0)
+    paths = []
+    for number, host in enumerate(HOSTS):
+        path = root / f"vllm-deepep_v2-{host}.log"
+        block = ("\n".join(serving(host, dice)) + "\n").encode()
+        with path.open("wb") as stream:
+            stream.write(("\n".join(start_up(host, number)) + "\n").encode())
+            while stream.tell() < size // len(HOSTS):
+                stream.write(block)
+        paths.append(path)
+    return paths
+
+
+def timed(command: Sequence[str]) -> tuple[float, int, str]:
+    """Wall seconds (best of three), peak resident KiB, and standard output of a command."""
+    best, output = float("inf"), ""
+    for _ in range(3):
+        start = time.perf_counter()
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        best = min(best, time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return best, peak, output
+
+
+def main() -> int:
+    """Make, measure, print one JSON line, remove."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=4.0)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--keep", action="store_true", help="leave the drop")
+    args = parser.parse_args()
+    if shutil.which("rg") is None:
+        print("ripgrep is not installed: nothing to compare with", file=sys.stderr)
+        return 2
+    root = Path(tempfile.mkdtemp(prefix="bench-verify-", dir=args.folder))
+    try:
+        paths = make(root, int(args.gib * (1 << 30)))
+        for path in paths:  # warm the page cache for both
+            with path.open("rb", buffering=0) as stream:
+                while stream.read(1 << 24):
+                    pass
+        found = measure(root, paths)
+        print(json.dumps(found))
+        return 0 if found["result"] == "no verdict" else 1
+    finally:
+        if not args.keep:
+            shutil.rmtree(root)
+
+
+def measure(root: Path, paths: Sequence[Path]) -> dict[str, object]:
+    """The walls of both, the ratio, and the verifier's memory."""
+    verify = [sys.executable, "-m", "lanekit", "verify", str(root), "--lane", "vllm", "--arm", "v2",
+              "--json", str(root.parent / f"{root.name}.json")]  # fmt: skip
+    ours, peak, _ = timed(verify)
+    out = root.parent / f"{root.name}.json"
+    verdict = json.loads(out.read_text())
+    out.unlink()
+    rules = contract.bound(contract.load(CONTRACT))
+    # The literals of the rules, not their patterns: ripgrep is three to five times faster on them
+    # (2026-11-30), and this comparison is with the best it can do.
+    words = [word for x in dict.fromkeys(y.rule.literal for y in rules) for word in ("-e", x)]
+    theirs, _, _ = timed(["rg", "--no-config", "-a", "-n", "-F", *words, *map(str, paths)])
+    met = [x["id"] for x in verdict["checks"] if x["group"] == "transport" and x["outcome"] == "met"]
+    return {
+        "bytes": sum(path.stat().st_size for path in paths),
+        "cores": os.cpu_count(),
+        "verify_s": round(ours, 3),
+        "ripgrep_s": round(theirs, 3),
+        "ratio": round(ours / theirs, 3),
+        "verify_peak_mib": round(peak / 1024, 1),
+        "transport_met": len(met),
+        "result": verdict["result"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

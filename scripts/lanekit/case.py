@@ -1,0 +1,413 @@
+"""Put together what is judged: a drop, ours or a stranger's, its plan, logs and load points."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import msgspec
+
+from lanekit import contract, judge, logs, micro, records, spec, toml, witness
+from lanekit.contract import Contract
+from lanekit.errors import ConfigError, Unreadable
+from lanekit.judge import Facts, Load
+from lanekit.manifest import SCHEMA, Manifest
+from lanekit.verdict import CellRow, Check, Place, Verdict, decide
+
+MANIFEST: Final = "manifest.json"
+WAIVERS: Final = "waivers.toml"
+# The only files of our drop that its manifest cannot name. A waiver may be written later: it is
+# always shown.
+UNLISTED: Final = (MANIFEST, "verdict.json", WAIVERS)
+HOST_LIMIT: Final = 16 << 20
+
+
+class Subject(msgspec.Struct, frozen=True):
+    """What is judged: where, as what, and what of that was guessed from the path."""
+
+    root: Path
+    files: tuple[Path, ...]
+    lane: str
+    arm: str
+    profile: str
+    contract: str
+    said: tuple[str, ...] = ()
+    ours: bool = False
+
+
+class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A failed or impossible check that somebody answers for."""
+
+    check: str
+    reason: str
+    by: str
+
+
+class _Waivers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    waiver: tuple[Waiver, ...]
+
+
+def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
+    """The verdict of a drop with a manifest; the options may not contradict it."""
+    manifest = _manifest(drop / MANIFEST)
+    row, plan = manifest.row, manifest.plan
+    for option, wanted in given.items():
+        if wanted not in (None, getattr(row, option)):
+            raise ConfigError(
+                f"{drop}: its manifest says {option} {getattr(row, option)}, not {wanted}",
+                remedy=f"Leave --{option} away: a drop with a manifest is judged by it.",
+            )
+    name = plan.get("contract")
+    said: tuple[str, ...] = ()
+    if manifest.state == "complete":
+        if not isinstance(name, str):
+            raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
+        if plan.get("contract_sha256") not in _digests(name):
+            said = (f"contract {name} has changed since this drop was made; judged by today's",)
+    subject = Subject(
+        drop, tuple(files), row.lane, row.arm, row.profile, str(name), said, ours=True
+    )
+    if manifest.state != "complete":
+        return _incomplete(subject, manifest)
+    checks = [_integrity(drop, files, manifest.files)]
+    if plan.get("driver") == "batch":
+        return _batch(subject, plan, checks)
+    loads, unplanned = _planned(subject, plan)
+    facts = Facts(
+        profile=spec.profile(row.profile),
+        requests=_total(loads),
+        engine_version=_version(plan),
+        served_name=_at(plan, "model", "served_name"),
+    )
+    checks += judge.load(loads, unplanned)
+    seen = {**plan, "images": {**manifest.images, **_images(plan)}}
+    checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
+    return judged(subject, facts, loads, checks)
+
+
+def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
+    found = _at(plan, "containers", "images")
+    return found if isinstance(found, dict) else {}
+
+
+def _batch(subject: Subject, plan: Mapping[str, Any], checks: Sequence[Check]) -> Verdict:
+    """A lane that ran a program once a cell, judged by what the program recorded."""
+    profile = spec.profile(subject.profile)
+    cells = {
+        name: micro.read(subject.root / str(_at(cell, "artifacts")) / micro.NAME)
+        for name, cell in plan["cells"].items()
+    }
+    checks = [*checks, *micro.judge(cells, profile.ranks)]
+    found = judged(subject, Facts(profile=profile, requests=None), (), checks)
+    rows = (row for name, lines in cells.items() for row in micro.rows(name, lines))
+    return msgspec.structs.replace(found, micro=tuple(rows))
+
+
+def _digests(name: str) -> tuple[str, str]:
+    alone = hashlib.sha256(spec.contract_path(name).read_bytes()).hexdigest()
+    return contract.digest(name), alone
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise Unreadable(f"{path}: {error}", remedy="Restore the manifest.") from error
+    if found.schema != SCHEMA:
+        raise Unreadable(
+            f"{path}: schema {found.schema}, this harness reads {SCHEMA}",
+            remedy="Use the harness the drop was made with; its git commit is in the manifest.",
+        )
+    for name in found.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name or not name:
+            raise Unreadable(f"{path}: names a file outside the drop: {name!r}", remedy="Forged.")
+    return found
+
+
+def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
+    said, rows = [], []
+    for folder in records.find(subject.root):
+        try:
+            where = str(folder.relative_to(subject.root))
+            rows.append(_row(folder.name, where, records.read(folder)))
+        except Unreadable as error:
+            said.append(error.message)
+    why = f": {manifest.failure}" if manifest.failure else ""
+    return Verdict(
+        drop=str(subject.root),
+        result="no verdict",
+        reason=f"incomplete, it came as far as {manifest.state}{why}",
+        lane=subject.lane,
+        arm=subject.arm,
+        profile=subject.profile,
+        contract=subject.contract,
+        said=tuple(said),
+        cells=tuple(rows),
+    )
+
+
+def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> Check:
+    """Every file is the one the run left; the verdict's own file and the manifest aside."""
+    there = {path.relative_to(drop).as_posix(): path for path in files}
+    missing = sorted(set(listed) - set(there))
+    added = sorted(set(there) - set(listed) - set(UNLISTED))
+    both = sorted(set(listed) & set(there))
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
+        digests = list(pool.map(lambda name: _sha256(there[name]), both))
+    changed = [name for name, digest in zip(both, digests, strict=True) if digest != listed[name]]
+    bad = [f"changed: {n}" for n in changed] + [f"added: {n}" for n in added]
+    first = Place((changed + added)[0], 0) if bad else None
+    return Check(
+        id="files",
+        group="drop",
+        severity="required",
+        outcome="failed" if bad or missing else "met" if listed else "unchecked",
+        why="every file is the one that the run left",
+        expected=f"{len(listed)} files with the sha256 of the manifest",
+        actual="; ".join(bad) or f"{len(both)} of {len(listed)} files",
+        first=first,
+        last=first,
+        missing=tuple(missing),
+        remedy="Fetch the drop again." if bad or missing else "",
+    )
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror}", remedy="Check the file.") from error
+
+
+def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:
+    """The load points of a plan, and AIPerf folders that it does not name."""
+    cells = plan.get("cells")
+    cells = cells if isinstance(cells, dict) else {}
+    root = subject.root / "aiperf"
+    folders = {_cell_name(root, f): f for f in records.find(subject.root)}
+    loads = []
+    for name, cell in cells.items():
+        folder = folders.pop(name, None)
+        loads.append(
+            Load(
+                name=name,
+                folder=str(folder.relative_to(subject.root)) if folder else "",
+                cell=records.read(folder) if folder else None,
+                concurrency=_int(_at(cell, "concurrency")),
+                requests=_int(_at(cell, "requests")),
+                osl=_int(_at(cell, "osl")),
+                version=_at(plan, "pins", "aiperf"),
+                model=_at(plan, "model", "served_name"),
+            )
+        )
+    return loads, sorted(folders)
+
+
+def _cell_name(root: Path, folder: Path) -> str:
+    inside = folder.is_relative_to(root) and folder != root
+    return folder.relative_to(root).parts[0] if inside else str(folder)
+
+
+def _hosts(drop: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """host/<host>.json by host; one that is no JSON object is left out, so "could not check"."""
+    found = {}
+    for path in files:
+        if path.parent == drop / "host" and path.suffix == ".json":
+            with contextlib.suppress(
+                OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError
+            ):
+                small = path.stat().st_size <= HOST_LIMIT
+                content = msgspec.json.decode(path.read_bytes()) if small else None
+                if isinstance(content, dict):
+                    found[path.stem] = content
+    return found
+
+
+def foreign(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
+    """The verdict of a drop without manifest, or of a log alone."""
+    if not drop.is_file() and not logs.find(drop, files, ours=False) and not records.find(drop):
+        raise Unreadable(
+            f"{drop}: no manifest, no log and no AIPerf export",
+            remedy="Give the directory that a run left, or a serve log.",
+        )
+    subject = _inferred(drop, files, given)
+    loads = _own_loads(drop) if drop.is_dir() else []
+    facts = Facts(profile=spec.profile(subject.profile), requests=_total(loads))
+    checks = judge.load(loads, ()) if drop.is_dir() else []
+    return judged(subject, facts, loads, checks)
+
+
+def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Subject:
+    """What the words of the path say a drop is, overruled by what was given."""
+    words = "/".join(drop.resolve().parts[-4:]).lower()
+    table = contract.foreign()
+    fits = [
+        row
+        for row in table
+        if (given["lane"] or row.lane) == row.lane
+        and (given["arm"] or row.arm) == row.arm
+        and (given["lane"] is not None or all(word in words for word in row.words))
+    ]
+    if not fits:
+        arms = ", ".join(dict.fromkeys(f"{row.lane}/{row.arm}" for row in table))
+        raise ConfigError(
+            f"{drop}: no manifest, and neither path nor options tell a known lane and arm",
+            remedy=f"Give --lane, --arm and --profile. Known without manifest: {arms}.",
+        )
+    row = fits[0]
+    fleet = given["profile"] or next((n for n in row.contracts if n in words), row.profile)
+    spec.profile(fleet)
+    if fleet not in row.contracts:
+        raise ConfigError(
+            f"{row.lane}/{row.arm} has no contract on profile {fleet}",
+            remedy=f"It has one on: {', '.join(row.contracts)}.",
+        )
+    told = {"lane": row.lane, "arm": row.arm, "profile": fleet}
+    guessed = ", ".join(f"{name} {told[name]}" for name in told if given[name] is None)
+    said = [f"no manifest: {guessed} inferred from the path" if guessed else "no manifest"]
+    if drop.is_file():
+        said.append("a log alone: the transport is judged, nothing is known about the load")
+    name = row.contracts[fleet]
+    return Subject(drop, tuple(files), row.lane, row.arm, fleet, name, tuple(said))
+
+
+def _own_loads(drop: Path) -> list[Load]:
+    """The load points a stranger's drop holds, planned as AIPerf's own configuration says."""
+    loads: list[Load] = []
+    for folder in records.find(drop):
+        cell = records.read(folder)
+        name = f"c{cell.concurrency}" if cell.concurrency else folder.name
+        if name in (x.name for x in loads):
+            name = f"{name} ({folder.relative_to(drop)})"
+        loads.append(
+            Load(
+                name=name,
+                folder=str(folder.relative_to(drop)),
+                cell=cell,
+                concurrency=cell.concurrency,
+                requests=cell.asked,
+                osl=cell.osl_asked,
+                version=cell.version,
+                model=cell.model,
+            )
+        )
+    return sorted(loads, key=lambda x: (x.concurrency or 0, x.name))
+
+
+def judged(
+    subject: Subject, facts: Facts, loads: Sequence[Load], checks: Sequence[Check]
+) -> Verdict:
+    """Read the logs, judge them by the subject's contract, and decide."""
+    found = contract.load(subject.contract)
+    _fits(found, facts.profile)
+    rules = contract.bound(found)
+    serve = _serve_logs(subject)
+    evidence = logs.read(serve, rules, facts.profile.ranks)
+    checks = [*checks, *judge.transport(rules, evidence, facts)]
+    checks += [judge.same_run(loads, evidence, whole=subject.ours)] if loads and serve else []
+    checks, waived = _waived(subject, checks)
+    result, reason = decide(checks)
+    if not serve and result == "no verdict":
+        reason = "no serve log"
+    return Verdict(
+        drop=str(subject.root),
+        result=result,
+        reason=reason,
+        lane=subject.lane,
+        arm=subject.arm,
+        profile=subject.profile,
+        contract=found.name,
+        contract_version=found.version,
+        contract_sha256=contract.digest(found.name),
+        proves=found.proves,
+        said=(*subject.said, *waived),
+        checks=tuple(checks),
+        cells=tuple(_row(x.name, x.folder, x.cell) for x in loads if x.cell is not None),
+        unproven=found.unproven,
+    )
+
+
+def _fits(found: Contract, profile: spec.Profile) -> None:
+    if found.fabric != profile.fabric.kind:
+        raise ConfigError(
+            f"contract {found.name} judges fabric {found.fabric}; profile {profile.name} has "
+            f"{profile.fabric.kind}",
+            remedy="Choose the arm or the profile that the drop was run with.",
+        )
+
+
+def _serve_logs(subject: Subject) -> list[logs.Log]:
+    if subject.root.is_file():
+        name = subject.root.name
+        return [logs.Log(subject.root, name, "", name, 0)]
+    return logs.find(subject.root, subject.files, ours=subject.ours)
+
+
+def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
+    """Apply the drop's waivers.
+
+    Raises:
+        ConfigError: a bad waiver file, or one that names an unknown check or the drop's own files.
+    """
+    path = subject.root / WAIVERS
+    if path not in subject.files:
+        return list(checks), []
+    known = [check.id for check in checks if check.group != "drop"]
+    reasons: dict[str, str] = {}
+    for waiver in toml.load(path, _Waivers).waiver:
+        if waiver.check not in known or not waiver.reason.strip() or not waiver.by.strip():
+            raise ConfigError(
+                f"{path}: no check '{waiver.check}' that can be waived, or no reason or name given",
+                remedy=f"Checks: {', '.join(known)}.",
+            )
+        reasons[waiver.check] = f"{waiver.reason} ({waiver.by})"
+    applied = [
+        msgspec.structs.replace(check, waived=reasons[check.id])
+        if check.id in reasons and check.outcome != "met"
+        else check
+        for check in checks
+    ]
+    return applied, [f"waiver for {name}: {why}" for name, why in reasons.items()]
+
+
+def _row(name: str, folder: str, cell: records.Cell) -> CellRow:
+    figures = cell.figures
+    values = {key: getattr(figures, key) for key in (*records.COMPARED, "source")}
+    return CellRow(name=name, folder=folder, concurrency=cell.concurrency, **values)
+
+
+def _total(loads: Iterable[Load]) -> int | None:
+    asked = [x.requests for x in loads]
+    known = [number for number in asked if number is not None]
+    return sum(known) if asked and len(known) == len(asked) else None
+
+
+def _tokens(plan: Mapping[str, Any]) -> int | None:
+    """Tokens in and out over all planned requests."""
+    cells = plan.get("cells")
+    rows = list(cells.values()) if isinstance(cells, dict) else []
+    parts = [[_int(_at(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
+    if not rows or any(number is None for row in parts for number in row):
+        return None
+    return sum((r or 0) * ((i or 0) + (o or 0)) for r, i, o in parts)
+
+
+def _version(plan: Mapping[str, Any]) -> str | None:
+    """The engine's pinned version; its CPU build has a name of its own."""
+    engine = _at(plan, "engine") or ""
+    found = _at(plan, "pins", engine) or _at(plan, "pins", f"{engine}-cpu")
+    return found if isinstance(found, str) else None
+
+
+def _at(thing: Any, *path: str) -> Any:
+    for step in path:
+        thing = thing.get(step) if isinstance(thing, dict) else None
+    return thing
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

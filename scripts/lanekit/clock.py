@@ -1,0 +1,74 @@
+"""When a log was written: the first and last time that its lines state. Pure.
+
+Engines print local time without a zone, vLLM even without a year, so a time is compared with
+AIPerf's local clock, and with it as UTC: a container's clock usually is.
+"""
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+Moment = datetime.datetime
+
+SLACK: Final = datetime.timedelta(seconds=60)  # vLLM prints statistics every 10 s, SGLang oftener
+_FORMS: Final = (
+    re.compile(rb"(?P<y>20\d\d)-(?P<m>\d\d)-(?P<d>\d\d)[T ](?P<t>\d\d:\d\d:\d\d)"),
+    re.compile(rb"\[(?P<m>\d\d)/(?P<d>\d\d)/(?P<y>20\d\d)-(?P<t>\d\d:\d\d:\d\d)\]"),  # TensorRT-LLM
+    re.compile(rb" (?:DEBUG|INFO|WARNING|ERROR) (?P<m>\d\d)-(?P<d>\d\d) (?P<t>\d\d:\d\d:\d\d) \["),
+)
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The first and last moment of something, by its own clock."""
+
+    first: Moment
+    last: Moment
+
+
+def window(head: bytes, tail: bytes, near: Moment) -> Window | None:
+    """The window of a log from its first and last bytes; a year that is not stated is the one
+    that comes nearest to `near`. None when its lines state no time."""
+    for form in _FORMS:
+        first = next(_moments(form, head, near), None)
+        last = None
+        for last in _moments(form, tail or head, near):  # noqa: B007 - the last one is wanted
+            pass
+        if first is not None:
+            return Window(first, max(first, last or first))
+    return None
+
+
+def _moments(form: re.Pattern[bytes], data: bytes, near: Moment) -> Iterator[Moment]:
+    for match in form.finditer(data):
+        parts = {k: v.decode() for k, v in match.groupdict().items()}
+        years = [int(parts["y"])] if "y" in parts else range(near.year - 1, near.year + 2)
+        found = [m for y in years if (m := _moment(y, parts)) is not None]
+        if found:
+            yield min(found, key=lambda moment: abs(moment - near))
+
+
+def _moment(year: int, parts: dict[str, str]) -> Moment | None:
+    try:
+        return Moment.fromisoformat(f"{year}-{parts['m']}-{parts['d']}T{parts['t']}")
+    except ValueError:
+        return None
+
+
+def outside(load: Window, logs: Sequence[Window], zone: datetime.timedelta) -> str:
+    """Why a load point cannot have been served by whoever wrote the logs, or empty.
+
+    zone: AIPerf's offset from UTC; its clock is tried as it is and as UTC.
+    """
+    whole = Window(min(x.first for x in logs), max(x.last for x in logs))
+    for shift in (datetime.timedelta(0), zone):
+        first, last = load.first - shift, load.last - shift
+        if whole.first - SLACK <= first and last <= whole.last + SLACK:
+            return ""
+    return f"ran {_shown(load)}, the log spans {_shown(whole)}"
+
+
+def _shown(found: Window) -> str:
+    return f"{found.first:%m-%d %H:%M:%S} to {found.last:%m-%d %H:%M:%S}"
