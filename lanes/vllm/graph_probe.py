@@ -41,6 +41,7 @@ FUSED: Final = "vllm.model_executor.layers.fused_moe"
 EXPERTS, TOPK, HIDDEN, INTER, BLOCK = 128, 8, 2048, 768, 128  # Qwen3-30B-A3B
 CAPACITY: Final = 512  # tokens a rank, a power of two: the largest graph size of a default serve
 MARK: Final = "GRAPH-PROBE "
+ABSURD: Final = 1e30  # NaN and infinity as a difference: JSON has no words for them
 HOSTILE: Final = 0x7F  # as an int32 index this is 8.5 GB away
 TOLERANCE: Final = {"bf16": 0.02, "block": 0.08, "tensor": 0.12}  # of the reference's largest value
 BACKENDS: Final = {
@@ -271,8 +272,9 @@ class Layer:
     def compare(self, out: Any, routing: str) -> Step:
         """Set the output against the reference."""
         want = self.reference()
-        diff, peak = (out.float() - want).abs().max().item(), want.abs().max().item()
-        close = diff <= TOLERANCE[self.kind] * max(peak, 1e-3)  # false for NaN as well
+        away = self.torch.nan_to_num((out.float() - want).abs(), nan=ABSURD, posinf=ABSURD)
+        diff, peak = away.max().item(), want.abs().max().item()
+        close = diff <= TOLERANCE[self.kind] * max(peak, 1e-3)
         return Step(routing, self.x.shape[0], diff, peak, close)
 
     def eager(self) -> list[Step]:
@@ -493,7 +495,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world", type=int, choices=(1, 2), default=1)
     parser.add_argument("--backend", action="append", choices=sorted(BACKENDS))
     parser.add_argument("--only", default="", help="run cases whose name contains this")
-    parser.add_argument("--jobs", type=int, default=8, help="cases at once")
+    parser.add_argument(
+        "--jobs", type=int, default=8, help="cases at once; 1 if us_a_layer is to mean anything"
+    )
     parser.add_argument("--limit", type=float, default=150, help="seconds a case")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
