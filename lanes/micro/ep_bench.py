@@ -21,6 +21,7 @@ import argparse
 import ctypes
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -579,6 +580,13 @@ def versions(backend: str) -> Record:
     return found
 
 
+def say_who(rank: int, world: int, backend: str) -> None:
+    """One line a rank, after the group exists: the log's own word for who took part over what."""
+    words = f"host={socket.gethostname()} pid={os.getpid()} rank={rank}"
+    words += f" local_rank={os.environ.get('LOCAL_RANK', '0')} world={world} backend={backend}"
+    os.write(1, f"[micro] v=1 {words}\n".encode())  # one write, so that ranks do not tear
+
+
 def run(options: argparse.Namespace) -> str:
     """Measure on this rank. Rank 0 returns the table, the others an empty string."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -593,6 +601,7 @@ def run(options: argparse.Namespace) -> str:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     control = dist.new_group(backend="gloo")
+    say_who(rank, world, dist.get_backend())
     path = options.out / "micro.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
     sink = path.open("w", encoding="utf-8") if rank == 0 else None

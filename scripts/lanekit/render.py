@@ -2,14 +2,15 @@
 a line of a log, so that its own output can never be taken for evidence."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TextIO
 from xml.etree import ElementTree
 
 import msgspec
 
-from lanekit.verdict import CellRow, Check, Place, Verdict
+from lanekit.verdict import CellRow, Check, MicroRow, Place, Verdict
 
+Columns = tuple[tuple[str, str, str], ...]
 _SIGNS: Final = {"met": "ok", "failed": "FAIL", "unchecked": "?"}
 _COLOURS: Final = {
     "ok": "32", "FAIL": "31", "?": "33", "proven": "1;32", "refuted": "1;31", "no verdict": "1;33",
@@ -50,7 +51,10 @@ def _lines(verdict: Verdict, colour: bool) -> Iterator[str]:
                 yield from _check(check, colour)
     if verdict.cells:
         yield "\nFigures"
-        yield from _table(verdict.cells)
+        yield from _grid(_COLUMNS, verdict.cells)
+    if verdict.micro:
+        yield "\nTimes in microseconds (p50 of the slowest rank, median over repetitions)"
+        yield from _grid(_MICRO, verdict.micro)
     if verdict.unproven and verdict.checks:
         yield "\nNot proven by these logs"
         yield from (f"  - {what}" for what in verdict.unproven)
@@ -90,7 +94,21 @@ def _paint(word: str, colour: bool, width: int = 0) -> str:
     return f"\x1b[{_COLOURS[word]}m{padded}\x1b[0m" if colour and word in _COLOURS else padded
 
 
+_MICRO: Final = (
+    ("cell", "cell", "s"),
+    ("op", "op", "s"),
+    ("mode", "mode", "s"),
+    ("dtype", "dtype", "s"),
+    ("tokens", "tokens", "d"),
+    ("bytes", "bytes", "d"),
+    ("p50", "p50_us", ".1f"),
+    ("min", "min_us", ".1f"),
+    ("max", "max_us", ".1f"),
+    ("spread", "spread", ".1%"),
+    ("GB/s", "gbs", ".1f"),
+)
 _COLUMNS: Final = (
+    ("cell", "name", "s"),
     ("tok/s", "tok_s", ".1f"),
     ("tok/s/user", "tok_s_user", ".2f"),
     ("TTFT p50", "ttft_p50_ms", ".1f"),
@@ -103,9 +121,9 @@ _COLUMNS: Final = (
 )
 
 
-def _table(cells: tuple[CellRow, ...]) -> Iterator[str]:
-    rows = [["cell", *(title for title, _, _ in _COLUMNS)]]
-    rows += [[c.name, *(_cell(getattr(c, key), form) for _, key, form in _COLUMNS)] for c in cells]
+def _grid(columns: Columns, found: Sequence[CellRow | MicroRow]) -> Iterator[str]:
+    rows = [[title for title, _, _ in columns]]
+    rows += [[_cell(getattr(each, key), form) for _, key, form in columns] for each in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True))
