@@ -16,7 +16,7 @@ option = $(if $(strip $($(1))),$(2) '$($(1))')
 ##@ Run
 help: ## Print this help
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
-	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= RESULTS= TORCH_INDEX= ENV= PLAN=1\n'
 
 lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
@@ -29,6 +29,8 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 
 lanes: setup ## List every lane and arm with where it runs
 	@$(LANEKIT) lanes
+
+include images/*.mk patches/*.mk
 
 ##@ Judge
 verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM= PROFILE= JSON=]

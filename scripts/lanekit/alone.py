@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
+from lanekit import compose, paths, process
 from lanekit import drop as drops
-from lanekit import paths, process
 from lanekit.errors import ConfigError, LaneError
 from lanekit.progress import Say
 
@@ -43,10 +43,14 @@ def _end_the_dead(stream: TextIO, say: Say) -> None:
         return
     with contextlib.suppress(LaneError):
         manifest = drops.read(Path(dead))
-        ended = process.end(manifest.processes)
+        ended = process.end(each for each in manifest.processes if not each.container)
         if ended:
             pids = ", ".join(map(str, ended))
             say(f"ended what a killed run left: pids {pids} ({dead})")
+        removed = compose.end_the_dead(Path(dead), manifest.processes)
+        if removed:
+            ids = ", ".join(identity[:12] for identity in removed)
+            say(f"removed what a killed run left: containers {ids} ({dead})")
 
 
 def _name(stream: TextIO, text: str) -> None:

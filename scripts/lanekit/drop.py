@@ -122,6 +122,7 @@ def _first(plan: Plan) -> Manifest:
         git=git(),
         environment={k: v for k, v in known.items() if not any(s in k.upper() for s in SECRET)},
         runner=here,
+        images=plan.containers.images if plan.containers else {},
     )
 
 

@@ -46,3 +46,7 @@ class Interrupted(LaneError):
 
 class Unreadable(LaneError):
     """A drop, log or export that cannot be read; never a pass."""
+
+
+class ImageFailed(LaneError):
+    """An image did not build, does not hold what it should, or is not the one that was pinned."""

@@ -24,12 +24,14 @@ class Row(msgspec.Struct, frozen=True):
 class Process(msgspec.Struct, frozen=True):
     """A process the run started, named so that a later run can end exactly it.
 
-    started: seconds since the epoch as the kernel tells it; a PID alone is reused.
+    started: seconds since the epoch as the kernel tells it; a PID alone is reused. container: the
+    id of a container, which is removed instead; its pid is 0.
     """
 
     pid: int
     started: float
     what: str
+    container: str = ""
 
 
 class Manifest(msgspec.Struct):

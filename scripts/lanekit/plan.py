@@ -18,6 +18,8 @@ INHERITED: Final = (
     "PATH", "HOME", "USER", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME",
     "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_TOKEN", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
     "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
+    # How a shared host forbids NVLink multicast (2026-11-30): dropping one could harm neighbours.
+    "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
 )  # fmt: skip
 
 
@@ -65,6 +67,21 @@ class ModelPlan(msgspec.Struct, frozen=True):
     dummy_weights: bool
 
 
+class Containers(msgspec.Struct, frozen=True):
+    """What the compose launcher needs to know.
+
+    project: the Compose project. images: environment -> image by digest. user: uid:gid, never
+    root. memory: bytes a container may use. gpus, nics: of the host, passed in when not 0.
+    """
+
+    project: str
+    images: dict[str, str]
+    user: str
+    memory: int
+    gpus: int
+    nics: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen run. Names and units are as in lanekit.spec."""
 
@@ -93,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     inherited: tuple[str, ...]
     drop: str
     torch_index: str
+    containers: Containers | None = None
 
 
 def render(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import os
 import re
 import shlex
 import socket
@@ -15,10 +16,13 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from lanekit import contract, machine, paths, spec
+from lanekit import contract, images, machine, paths, spec
 from lanekit.errors import ConfigError
-from lanekit.plan import INHERITED, CellPlan, Environment, ModelPlan, Plan, Service
+from lanekit.plan import INHERITED, CellPlan, Containers, Environment, ModelPlan, Plan, Service
 
+LAUNCHERS: Final = ("process", "compose")
+IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
+NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
 PINNED: Final = (
@@ -56,6 +60,7 @@ class Choice(msgspec.Struct, frozen=True):
     host: str
     drop: Path
     extra_env: dict[str, str]
+    containers: Containers | None = None
 
     @property
     def setting(self) -> spec.Setting:
@@ -81,7 +86,7 @@ class Choice(msgspec.Struct, frozen=True):
         """The variables that serve.yaml may name."""
         return {
             "LANE_HOME": str(paths.LANES / self.lane.name),
-            "LANE_IMAGE": "",
+            "LANE_IMAGE": self.containers.images[SERVER] if self.containers else "",
             "LANE_PYTHON": self.environments[SERVER].python,
             "LANE_PORT": str(self.port),
             "LANE_MODEL": self.model.path,
@@ -109,7 +114,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         profile=profile.name,
         profile_why=chosen.why,
         stack=lane.stack,
-        launcher=_launcher(options.launcher, profile),
+        launcher=options.launcher,
         engine=lane.engine,
         driver=lane.workload.driver,
         hosts=(chosen.host,),
@@ -124,10 +129,11 @@ def make(options: Options, here: machine.Machine) -> Plan:
         environments=chosen.environments,
         services=() if batch else services(chosen.serve, chosen.values(), chosen.env, chosen.host),
         cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
-        pins=_pins(chosen.environments),
+        pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments),
         inherited=INHERITED,
         drop=str(chosen.drop),
         torch_index=options.torch_index,
+        containers=chosen.containers,
     )
 
 
@@ -142,9 +148,18 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     setting = lane.profiles[profile.name]
     arm = options.arm or setting.arm
     spec.arm(lane, arm, profile.name)
-    environments = {SERVER: _environment(setting.environment, options.server_python)}
-    if lane.workload.driver == "aiperf":
-        environments[AIPERF] = _environment(AIPERF, options.aiperf_python)
+    drop = _drop(options, f"{profile.name}-{lane.name}-{arm}")
+    names = {SERVER: setting.image or lane.image or lane.name, AIPERF: AIPERF}
+    if lane.workload.driver != "aiperf":
+        del names[AIPERF]
+    containers = None
+    if _launcher(options.launcher, profile) == "compose":
+        environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
+        containers = _containers(names, lane.stack, profile, here, drop)
+    else:
+        environments = {SERVER: _environment(setting.environment, options.server_python)}
+        if AIPERF in names:
+            environments[AIPERF] = _environment(AIPERF, options.aiperf_python)
     return Choice(
         lane=lane,
         profile=profile,
@@ -154,9 +169,33 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         environments=environments,
         port=options.port or free_port(),
         host=here.host,
-        drop=_drop(options, f"{profile.name}-{lane.name}-{arm}"),
+        drop=drop,
         extra_env=_pairs(options.env),
+        containers=containers,
     )
+
+
+def _containers(
+    names: Mapping[str, str], stack: str, profile: spec.Profile, here: machine.Machine, drop: Path
+) -> Containers:
+    """The images by digest and what their containers may use."""
+    uid, gid = os.getuid(), os.getgid()
+    return Containers(
+        project=re.sub(r"[^a-z0-9_-]", "-", f"lanes-{drop.name}".lower()),
+        images={name: images.identify(image, stack) for name, image in names.items()},
+        user=f"{uid}:{gid}" if uid else NOBODY_IN_PARTICULAR,
+        memory=(here.memory_mib << 20) * 4 // 5,
+        gpus=profile.gpus,
+        nics=profile.nics,
+    )
+
+
+def _image_pins(chosen: Choice) -> dict[str, str]:
+    """What the images really hold of PINNED."""
+    held: dict[str, str] = {}
+    for image in chosen.containers.images.values() if chosen.containers else ():
+        held |= images.contents(image).packages
+    return {name: held[name] for name in PINNED if name in held}
 
 
 def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[spec.Profile, str]:
@@ -174,11 +213,12 @@ def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[
 
 
 def _launcher(name: str, profile: spec.Profile) -> str:
-    if name != "process":
-        raise ConfigError(f"LAUNCHER: no launcher named '{name}'", remedy="Known: process.")
+    if name not in LAUNCHERS:
+        known = ", ".join(LAUNCHERS)
+        raise ConfigError(f"LAUNCHER: no launcher named '{name}'", remedy=f"Known: {known}.")
     if profile.hosts > 1:
         raise ConfigError(
-            f"profile {profile.name} has {profile.hosts} hosts; the process launcher runs on one",
+            f"profile {profile.name} has {profile.hosts} hosts; the {name} launcher runs on one",
             remedy="Choose a profile of one host with PROFILE=.",
         )
     return name

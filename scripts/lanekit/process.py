@@ -22,6 +22,23 @@ from lanekit.manifest import Process
 GRACE_S: Final = 15.0  # vLLM's engine processes need a few seconds to leave by themselves
 
 
+class Task(Protocol):
+    """A program that runs to its own end, such as the load of a cell."""
+
+    @property
+    def process(self) -> Process:
+        """How a later run finds it."""
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+
+    def outcome(self, code: int) -> str:
+        """An exit status in words."""
+
+    def end(self, grace_s: float) -> None:
+        """End it and all that it forked, and wait."""
+
+
 class Launcher(Protocol):
     """What a run needs of a launcher."""
 
@@ -29,6 +46,9 @@ class Launcher(Protocol):
         self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
     ) -> Process:
         """Start one service; its output goes to `log`."""
+
+    def task(self, what: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Task:
+        """Start the program that takes a cell; what: driver and cell, `aiperf c4`."""
 
     def check(self) -> None:
         """Raise ServerDied when a service has ended."""
@@ -38,6 +58,27 @@ class Launcher(Protocol):
 
     def stop(self) -> None:
         """End everything that was started, and wait for it."""
+
+
+class ProcessTask:
+    """A child process as a task."""
+
+    def __init__(self, child: subprocess.Popen[bytes], started: Process) -> None:
+        self._child = child
+        self.process = started
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs; negative is a signal."""
+        return self._child.poll()
+
+    def outcome(self, code: int) -> str:
+        """An exit status in words."""
+        return outcome(code)
+
+    def end(self, grace_s: float) -> None:
+        """End its session and wait for it."""
+        end([self.process], grace_s)
+        self._child.wait()
 
 
 class ProcessLauncher:
@@ -58,6 +99,17 @@ class ProcessLauncher:
             child, process = spawn(name, command, env, stream)
         self._children[name] = (child, process, log)
         return process
+
+    def task(
+        self, what: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> ProcessTask:
+        """Start a program in a session of its own.
+
+        Raises:
+            ServerDied: the command cannot be started.
+        """
+        with log.open("wb") as stream:
+            return ProcessTask(*spawn(what, command, env, stream))
 
     def check(self) -> None:
         """Raise ServerDied, with the log's last words, when a service has ended."""

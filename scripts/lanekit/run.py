@@ -17,7 +17,19 @@ from typing import Final, Protocol
 import msgspec
 import requests
 
-from lanekit import alone, envs, interrupt, machine, model, paths, process, render, report, verify
+from lanekit import (
+    alone,
+    compose,
+    envs,
+    interrupt,
+    machine,
+    model,
+    paths,
+    process,
+    render,
+    report,
+    verify,
+)
 from lanekit import drop as drops
 from lanekit.errors import CellFailed, ConfigError, Interrupted, LaneError, ServerDied
 from lanekit.plan import CellPlan, Plan, inherited
@@ -41,7 +53,7 @@ class Run:
         self.plan = plan
         self.drop = drop
         self.progress = progress
-        self._launcher: process.Launcher = process.ProcessLauncher()
+        self._launcher = _launcher(plan)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -103,23 +115,21 @@ class Run:
         begin = time.monotonic()
         load = f"{cell.requests} requests at concurrency {cell.concurrency}"
         self.progress.say(f"{name}: {load if cell.requests else shlex.join(cell.command[1:])}")
-        with log.open("wb") as console:
-            with interrupt.held():
-                what = f"{self.plan.driver} {name}"
-                child, started = process.spawn(what, cell.command, env, console)
-                self.drop.started(started)
-            try:
-                while child.poll() is None:
-                    self._watch(name, cell, begin)
-                    time.sleep(POLL_S)
-            finally:
-                process.end([started], grace_s=3)
-                child.wait()
+        with interrupt.held():
+            what = f"{self.plan.driver} {name}"
+            task = self._launcher.task(what, cell.command, env, log)
+            self.drop.started(task.process)
+        try:
+            while (code := task.poll()) is None:
+                self._watch(name, cell, begin)
+                time.sleep(POLL_S)
+            outcome = task.outcome(code)
+        finally:
+            task.end(grace_s=3)
         self.drop.timing(f"cell {name}", time.monotonic() - begin)
-        if child.returncode != 0:
+        if code != 0:
             raise CellFailed(
-                f"{name}: {_WHO[self.plan.driver]} ended with "
-                f"{process.outcome(child.returncode)}; it said last:\n"
+                f"{name}: {_WHO[self.plan.driver]} ended with {outcome}; it said last:\n"
                 + "\n".join(f"    {line}" for line in process.tail(log, 8)),
                 remedy=f"Read {log} and what is in {self.drop.path / cell.artifacts}.",
             )
@@ -133,6 +143,13 @@ class Run:
                 remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
             )
         self.progress.now(f"{name}: {spent:.0f} s")
+
+
+def _launcher(plan: Plan) -> process.Launcher:
+    """The launcher a plan names."""
+    if plan.launcher == "compose":
+        return compose.ComposeLauncher(plan)
+    return process.ProcessLauncher()
 
 
 def main(plan: Plan, progress: Progress) -> int:
@@ -187,7 +204,7 @@ def _prepare(run: Run) -> None:
     for environment in plan.environments.values():
         if environment.locks:
             _ensure(environment.name, plan.torch_index, say)
-        elif not os.access(environment.python, os.X_OK):
+        elif plan.containers is None and not os.access(environment.python, os.X_OK):
             raise ConfigError(
                 f"no interpreter at {environment.python}",
                 remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",

@@ -95,17 +95,22 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs on a profile: the default arm, the model, extra arguments and variables.
 
     environment: the lock in locks/ that holds the engine; empty where an image holds it.
+    image: the image of the graph that holds the engine; the lane's when empty.
     """
 
     arm: str
     model: Model | None = None
     environment: str = ""
+    image: str = ""
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 
 
 class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine under one workload. `profiles` holds what differs there; `arm` is the default."""
+    """One engine under one workload. `profiles` holds what differs there; `arm` is the default.
+
+    image: the image of the graph that holds the engine.
+    """
 
     name: str
     title: str
@@ -115,6 +120,7 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: Workload
     arms: dict[str, Arm]
     profiles: dict[str, Setting]
+    image: str = ""
     ready_s: float = 1200.0
 
 

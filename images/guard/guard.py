@@ -1,0 +1,433 @@
+#!/usr/bin/env python3
+"""The drift guard: what an image really contains, judged at the end of its build and in its tests.
+
+    guard.py expect NAME=VALUE...   record what a transport image promises its children
+    guard.py check                  judge this image; exit 1 with every finding when it drifted
+    guard.py contents               write what is inside, for tags, tables and the SBOM
+    guard.py env NAME...            a lane's variables: is each read by something shipped here?
+
+Standard library only: it runs in every image, before and after any install. It reads files and
+/proc/self/maps and trusts no package's word about itself: torch reported 2.28.9 and pip 2.30.4
+where a third NCCL was mapped (verl-project/verl#6621).
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+SHARE = Path(os.environ.get("LANES_SHARE", "/usr/share/lanes"))
+LIBRARIES = {
+    # File names, never substrings: /dev/shm/nccl-* and libnccl-net-ofi.so contain "nccl" too
+    # (deepseek-ai/DeepEP#640).
+    "nccl": re.compile(r"libnccl\.so(\.\d+)*"),
+    "nvshmem": re.compile(r"libnvshmem_host\.so(\.\d+)*"),
+}
+DEVICE = re.compile(r"libnvshmem_device\.a")
+PLUGIN = re.compile(r"libnccl-net(-\w+)?\.so")
+STAMPS = {
+    "nccl": re.compile(rb"NCCL version (\d+\.\d+\.\d+)"),
+    "nvshmem": re.compile(rb"NVSHMEM v(\d+\.\d+\.\d+)"),
+}
+ENTRY = re.compile(rb"nccl(?:Net|Gin)Plugin_v\d+")
+PREFIXES = ("NCCL_", "OFI_", "FI_", "NVSHMEM_", "EP_")
+SKIPPED = {"proc", "sys", "dev", "run", "tmp", "tools", "locks", "src"}
+# Set by base images about themselves, read by nobody: not ours to judge.
+ABOUT_ITSELF = re.compile(r"N(CCL|VSHMEM)_VERSION")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that drifted. rule: a stable name; remedy: what to do about it."""
+
+    rule: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where to look. root: `/`, or a planted tree in tests. expect: the transport's promises."""
+
+    root: Path = Path("/")
+    expect: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def files(image: Image) -> list[Path]:
+    """Every regular file and link of the image, without the kernel's and the build's mounts."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(image.root):
+        if Path(folder) == image.root:
+            folders[:] = [name for name in folders if name not in SKIPPED]
+        found += [Path(folder) / name for name in names]
+    return found
+
+
+def copies(paths: list[Path], name: re.Pattern[str]) -> list[Path]:
+    """The distinct files of that name; links to one file are one copy."""
+    real = {path.resolve() for path in paths if name.fullmatch(path.name)}
+    return sorted(path for path in real if path.is_file())
+
+
+def stamp(path: Path, pattern: re.Pattern[bytes]) -> str:
+    """The version a binary carries in its own text; empty when it carries none."""
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        found = pattern.search(text)
+        return found[1].decode() if found else ""
+
+
+def strings(path: Path, pattern: re.Pattern[bytes]) -> set[bytes]:
+    """Every distinct match in a file."""
+    if not path.stat().st_size:
+        return set()
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return set(pattern.findall(text))
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The dynamic part of an ELF file: libraries it needs, symbols it lacks, symbols it offers."""
+
+    needed: frozenset[str]
+    undefined: frozenset[str]
+    defined: frozenset[str]
+
+
+def dynamic(path: Path) -> Dynamic:
+    """Read the dynamic section of a 64-bit little-endian ELF file.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    data = path.read_bytes()
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise ValueError(f"{path} is not a 64-bit ELF file")
+    (offset,), (size, count) = (
+        struct.unpack_from("<Q", data, 40),
+        struct.unpack_from("<HH", data, 58),
+    )
+    headers = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
+    needed, undefined, defined = set(), set(), set()
+    for _, kind, _, _, start, length, link, _, _, entry in headers:
+        if kind not in (6, 11):  # SHT_DYNAMIC, SHT_DYNSYM
+            continue
+        text = data[headers[link][4] : headers[link][4] + headers[link][5]]
+        for place in range(start, start + length, entry or 16):
+            if kind == 6:
+                tag, value = struct.unpack_from("<qQ", data, place)
+                if tag == 1:  # DT_NEEDED
+                    needed.add(_text(text, value))
+            else:
+                name, _, _, section = struct.unpack_from("<IBBH", data, place)
+                (undefined if section == 0 else defined).add(_text(text, name))
+    return Dynamic(frozenset(needed), frozenset(undefined - {""}), frozenset(defined))
+
+
+def _text(table: bytes, start: int) -> str:
+    return table[start : table.index(b"\0", start)].decode(errors="replace")
+
+
+# --- judging ---------------------------------------------------------------------------------
+
+
+def check_libraries(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """Exactly one NCCL and one NVSHMEM, each at the pinned version by its own text."""
+    for name, pattern in LIBRARIES.items():
+        wanted = image.expect.get(name)
+        if wanted is None:
+            continue
+        found = copies(paths, pattern)
+        if len(found) != 1:
+            places = ", ".join(map(str, found)) or "none"
+            yield Finding(
+                f"one-{name}", f"{len(found)} copies of {name}: {places}", "Keep the pinned one."
+            )
+        for path in found:
+            actual = stamp(path, STAMPS[name])
+            if actual != wanted:
+                yield Finding(
+                    f"{name}-version",
+                    f"{path} is {actual or 'unmarked'}, pinned is {wanted}",
+                    "Install the pin after the engine: torch brings its own (DeepEP#710).",
+                )
+
+
+def check_device(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """Device and host NVSHMEM are one version: 3.4.5 inside 3.6.5 hangs (NeMo Automodel#2614)."""
+    wanted = image.expect.get("nvshmem")
+    if wanted is None:
+        return
+    for archive in copies(paths, DEVICE):
+        header = archive.parent.parent / "include" / "non_abi" / "nvshmem_version.h"
+        version = _header_version(header)
+        if version != wanted:
+            yield Finding(
+                "nvshmem-device",
+                f"{archive} is {version or 'of unknown version'}, the host library is {wanted}",
+                "Take both from one wheel.",
+            )
+    linked = image.expect.get("extension-nvshmem", wanted)
+    if linked != wanted:
+        yield Finding(
+            "nvshmem-device",
+            f"DeepEP was linked with device code of {linked}, the host library is {wanted}",
+            "Build DeepEP against the pinned NVSHMEM.",
+        )
+
+
+def _header_version(header: Path) -> str:
+    if not header.is_file():
+        return ""
+    names = ("MAJOR", "MINOR", "PATCH")
+    text = header.read_text()
+    found = [re.search(rf"NVSHMEM_VENDOR_{name}_VERSION\s+(\d+)", text) for name in names]
+    return ".".join(match[1] if match else "?" for match in found)
+
+
+def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """Every nccl*/nvshmem* symbol DeepEP's extension lacks is offered by the one library."""
+    offered: set[str] = set()
+    for pattern in LIBRARIES.values():
+        for library in copies(paths, pattern):
+            offered |= dynamic(library).defined
+    for path in extensions(image, paths):
+        lacks = {s for s in dynamic(path).undefined if re.match(r"nccl[A-Z]|nvshmem", s)} - offered
+        if lacks:
+            yield Finding(
+                "symbols",
+                f"{path.name} needs what nobody offers: {', '.join(sorted(lacks)[:4])}",
+                "The NCCL or NVSHMEM here is not the one DeepEP was built against.",
+            )
+
+
+def extensions(image: Image, paths: list[Path]) -> list[Path]:
+    """DeepEP's compiled extensions, V1's and V2's names."""
+    if "buffer" not in image.expect:
+        return []
+    return [path for path in paths if re.fullmatch(r"(deep_ep_cpp|_C)\..*so", path.name)
+            and (path.name.startswith("deep_ep") or path.parent.name == "deep_ep")]  # fmt: skip
+
+
+def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """One net plugin, where promised, with an entry point the installed NCCL asks for."""
+    wanted = image.expect.get("plugin")
+    if wanted is None:
+        return
+    found = copies(paths, PLUGIN)
+    if [str(path.parent) for path in found] != [str(image.root / wanted.lstrip("/"))]:
+        places = ", ".join(map(str, found)) or "none"
+        yield Finding(
+            "one-plugin",
+            f"net plugins: {places}; wanted one in {wanted}",
+            "NCCL falls back to TCP.",
+        )
+    asks: set[bytes] = set()
+    for library in copies(paths, LIBRARIES["nccl"]):
+        asks |= strings(library, ENTRY)
+    for path in found:
+        has = {name for name in dynamic(path).defined if ENTRY.fullmatch(name.encode())}
+        for kind in ("ncclNetPlugin", "ncclGinPlugin"):
+            fits = {n for n in has if n.startswith(kind)} & {n.decode() for n in asks}
+            if not fits:
+                yield Finding(
+                    "plugin-entry",
+                    f"{path.name} offers no {kind} that this NCCL asks for",
+                    "A plugin for another NCCL is skipped without an error.",
+                )
+
+
+def check_fabric(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """The loader takes libfabric from the EFA prefix, not a distribution's."""
+    wanted = image.expect.get("fabric")
+    if wanted is None:
+        return
+    found = copies(paths, re.compile(r"libfabric\.so(\.\d+)*"))
+    outside = [
+        path for path in found if not str(path).startswith(str(image.root / wanted.lstrip("/")))
+    ]
+    if len(found) != 1 or outside:
+        places = ", ".join(map(str, found)) or "none"
+        yield Finding(
+            "fabric", f"libfabric: {places}; wanted one under {wanted}", "Remove the others."
+        )
+    if image.root == Path("/") and found:
+        try:
+            ctypes.CDLL("libfabric.so.1")
+            mapped = [path for path in maps() if path.name.startswith("libfabric.so")]
+        except OSError as error:
+            yield Finding("fabric", f"the loader: {error}", f"Name {wanted} in /etc/ld.so.conf.d.")
+            return
+        if any(not str(path).startswith(wanted) for path in mapped):
+            yield Finding("fabric", f"the loader took {mapped[0]}", f"Put {wanted} first.")
+
+
+def check_base(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """What NGC bases leave behind (Megatron-Bridge#5033): another plugin's name, dangling paths."""
+    if image.env.get("NCCL_NET_PLUGIN", "").lower() == "spcx":
+        yield Finding("base", "NCCL_NET_PLUGIN=spcx names a plugin of another fabric", "Unset it.")
+    for path in paths:
+        if path.suffix == ".conf" and path.parent.name == "ld.so.conf.d":
+            for line in path.read_text().split():
+                theirs = re.search(r"ofi|hpcx|nccl|sharp", line)
+                if theirs and not (image.root / line.lstrip("/")).is_dir():
+                    yield Finding("base", f"{path} names {line}, which is not there", "Remove it.")
+
+
+def check_env(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """Every exported transport variable is read by something shipped here.
+
+    OFI_NCCL_GIN_MAX_REQUESTS was exported by published recipes for months and read by nothing.
+    """
+    names = sorted(n for n in image.env if n.startswith(PREFIXES) and not ABOUT_ITSELF.fullmatch(n))
+    readers = [path for path in paths if _may_read(path) and path.is_file()] if names else []
+    for name in names:
+        spelled = _spellings(name)
+        if not any(strings(path, spelled) for path in readers):
+            yield Finding(
+                "env", f"{name} is exported and nothing shipped here reads it", "Remove it."
+            )
+
+
+def _spellings(name: str) -> re.Pattern[bytes]:
+    """How a reader may spell a variable: libfabric registers FI_EFA_X as `x` of provider efa."""
+    whole = re.escape(name.encode())
+    if not name.startswith("FI_"):
+        return re.compile(rb"(?<![A-Z_])" + whole + rb"(?![A-Z0-9_])")
+    short = re.escape(re.sub(r"^FI_(EFA_)?", "", name).lower().encode())
+    return re.compile(rb"(?<![A-Za-z_])(" + whole + rb"|" + short + rb")(?![A-Za-z0-9_])")
+
+
+def _may_read(path: Path) -> bool:
+    kin = r"libnccl.*\.so.*|libfabric\.so.*|.*nvshmem.*\.so.*|deep_ep_cpp.*|lane_evidence\.py"
+    return bool(re.fullmatch(kin, path.name)) or ("deep_ep" in path.parts and path.suffix != ".pyc")
+
+
+def check_maps(image: Image, _paths: list[Path]) -> Iterator[Finding]:
+    """One NCCL and one NVSHMEM in a process that imports torch and deep_ep."""
+    if image.root != Path("/") or "buffer" not in image.expect:
+        return
+    ran = subprocess.run(
+        [sys.executable, __file__, "maps"],
+        capture_output=True,
+        text=True,
+        env=_with_stub(),
+        check=False,
+    )
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or ["no word"])[-1]
+        yield Finding("import", f"import torch, deep_ep: {last}", "The image cannot run a lane.")
+        return
+    mapped = [Path(line) for line in ran.stdout.splitlines()]
+    for name, pattern in LIBRARIES.items():
+        found = sorted({p.resolve() for p in mapped if pattern.fullmatch(p.name)})
+        if name in image.expect and len(found) != 1:
+            places = ", ".join(map(str, found)) or "none"
+            yield Finding(f"mapped-{name}", f"mapped: {places}", "Exactly one may be loaded.")
+
+
+def _with_stub() -> dict[str, str]:
+    """The environment with a stand-in libcuda where no driver is mounted, as in a build."""
+    env = dict(os.environ)
+    stub = os.environ.get("LANES_CUDA_STUB", "/usr/local/cuda/lib64/stubs")
+    if (Path(stub) / "libcuda.so.1").exists():
+        env["LD_LIBRARY_PATH"] = f"{env.get('LD_LIBRARY_PATH', '')}:{stub}".lstrip(":")
+    return env
+
+
+def maps() -> list[Path]:
+    """The files mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(
+        {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/") and "/" in line}
+    )
+
+
+CHECKS = (
+    check_libraries, check_device, check_symbols, check_plugin, check_fabric, check_base, check_env,
+    check_maps,
+)  # fmt: skip
+
+
+def findings(image: Image) -> list[Finding]:
+    """Everything that drifted."""
+    paths = files(image)
+    return [finding for check in CHECKS for finding in check(image, paths)]
+
+
+# --- saying ----------------------------------------------------------------------------------
+
+
+def contents(image: Image) -> dict[str, object]:
+    """What is inside, read from the image and not from its recipe."""
+    paths = files(image)
+    libraries = {
+        name: stamp(found[0], STAMPS[name])
+        for name, pattern in LIBRARIES.items()
+        if (found := copies(paths, pattern))
+    }
+    lines = Path("/etc/os-release").read_text().splitlines()
+    release = dict(line.split("=", 1) for line in lines if "=" in line)
+    listed = subprocess.run(
+        ["dpkg-query", "--show", "--showformat", "${Package}\t${Version}\n"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return {
+        "system": release.get("PRETTY_NAME", "").strip('"'),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "libraries": libraries,
+        "expect": image.expect,
+        "packages": {d.metadata["Name"].lower(): d.version for d in metadata.distributions()},
+        "debian": dict(line.split("\t") for line in listed.stdout.splitlines()),
+    }
+
+
+def expected() -> dict[str, str]:
+    """The transport's promises; none in an image without a transport."""
+    path = SHARE / "expect.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def _write(name: str, value: object) -> None:
+    SHARE.mkdir(parents=True, exist_ok=True)
+    (SHARE / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """Run one subcommand; returns its exit code."""
+    command, words = [*argv, "check"][0], argv[1:]
+    if command == "expect":
+        _write("expect.json", expected() | dict(word.split("=", 1) for word in words))
+        return 0
+    if command == "maps":
+        sys.setdlopenflags(os.RTLD_LAZY)
+        for module in ("torch", "deep_ep"):
+            __import__(module)
+        print(*maps(), sep="\n")
+        return 0
+    env = dict.fromkeys(words, "") if command == "env" else dict(os.environ)
+    image = Image(expect=expected(), env=env)
+    if command == "contents":
+        _write("contents.json", contents(image))
+        return 0
+    found = list(check_env(image, files(image))) if command == "env" else findings(image)
+    for finding in found:
+        print(f"guard: {finding.rule}: {finding.what}\n  {finding.remedy}", file=sys.stderr)
+    if not found:
+        print(f"guard: nothing drifted ({', '.join(f'{k} {v}' for k, v in image.expect.items())})")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

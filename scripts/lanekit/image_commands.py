@@ -1,0 +1,82 @@
+"""`lanekit image` and `lanekit pins`: what a person sees of the image graph."""
+
+import argparse
+import json
+import os
+import time
+
+from lanekit import images, machine, pins, spec
+from lanekit.errors import ConfigError
+
+
+def run(args: argparse.Namespace) -> int:
+    """One action on the graph; returns the exit code."""
+    stack = args.stack or images.DEFAULT_STACK
+    if args.action == "graph":
+        print(images.tree())
+        return 0
+    if args.action == "table":
+        from lanekit import contents  # noqa: PLC0415
+
+        return contents.renew(args.names, stack)
+    names = images.targets() if args.all else _named(args.names, args.profile)
+    if not names:
+        raise ConfigError("no image named", remedy="Name one; `lanekit image graph` lists them.")
+    if args.action == "build":
+        return _build(names, stack, plan=args.plan)
+    from lanekit import registry  # noqa: PLC0415
+
+    place = args.registry or registry.DEFAULT
+    for name in names:
+        act = registry.push if args.action == "push" else registry.pull
+        print(act(name, stack, place))
+    return 0
+
+
+def _named(names: list[str], profile: str) -> list[str]:
+    """Images by name; a lane's name stands for all that the lane needs on a profile."""
+    return list(dict.fromkeys(image for name in names for image in _of(name, profile)))
+
+
+def _of(name: str, profile: str) -> list[str]:
+    if name not in spec.lane_names():
+        return [name]
+    lane = spec.lane(name)
+    if not profile:
+        known = [spec.profile(p) for p in spec.profile_names() if p in lane.profiles]
+        profile, why = machine.choose(machine.read(), known)
+        print(f"image-{name}: for profile {profile} ({why}); PROFILE= chooses another")
+    if profile not in lane.profiles:
+        raise ConfigError(
+            f"lane {name} has no setting for profile {profile}",
+            remedy=f"It runs on: {', '.join(lane.profiles)}.",
+        )
+    return [lane.profiles[profile].image or lane.image or name, "aiperf"]
+
+
+def _build(names: list[str], stack: str, *, plan: bool) -> int:
+    given = images.roots(os.environ)
+    if plan:
+        print(json.dumps(images.plan(names, stack, given), indent=2))
+        return 0
+    begin = time.monotonic()
+    built = images.build(names, stack, given)
+    for name, digest in built.items():
+        print(f"{images.local(name, stack)}  {digest}")
+    print(f"built {', '.join(names)} in {time.monotonic() - begin:.1f} s")
+    return 0
+
+
+def pins_command(*, lint: bool) -> int:
+    """The table of pins, or the findings of the lint."""
+    found = pins.load()
+    if not lint:
+        print(pins.table(found))
+        return 0
+    known: dict[str, str] = {}
+    for stack in found.stacks:
+        known |= pins.arguments(found, stack)
+    findings = pins.lint(images.IMAGES, known)
+    for finding in findings:
+        print(f"{finding.path}:{finding.line}: {finding.what}")
+    return 1 if findings else 0

@@ -1,0 +1,364 @@
+"""The image graph: docker-bake.hcl, filled in from pins.toml and overridden roots, built by bake.
+
+The HCL file says what hangs on what; this module gives every ARG its pin, every base its digest,
+every source its place. PLAN=1 prints exactly what bake would be given.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from lanekit import paths, pins
+from lanekit.errors import ConfigError, ImageFailed
+
+if TYPE_CHECKING:
+    from python_on_whales import DockerClient
+
+IMAGES: Final = paths.ROOT / "images"
+GRAPH: Final = IMAGES / "docker-bake.hcl"
+STAGE: Final = paths.CACHE / "images"
+LOCAL: Final = "lanes"  # the namespace of what is built here and not yet pushed
+DEFAULT_STACK: Final = "2026-07"
+
+Definition = dict[str, Any]
+
+
+class Roots(msgspec.Struct, frozen=True):
+    """What a person put in place of a public root. sources: pin name -> folder, file or URL."""
+
+    base_image: str = ""
+    sources: dict[str, str] = {}
+    ca: str = ""
+    pip: str = ""
+
+
+def roots(environ: Mapping[str, str]) -> Roots:
+    """The overridden roots: BASE_IMAGE=, SRC_NAME=, CA_BUNDLE=, PIP_CONFIG=.
+
+    Raises:
+        ConfigError: one of them names a file or folder that is not there.
+    """
+    sources = {k[4:].lower(): v for k, v in environ.items() if k.startswith("SRC_") and v}
+    found = Roots(
+        base_image=environ.get("BASE_IMAGE", ""),
+        sources=sources,
+        ca=environ.get("CA_BUNDLE", ""),
+        pip=environ.get("PIP_CONFIG", ""),
+    )
+    named = {f"SRC_{k.upper()}": v for k, v in sources.items() if not _is_url(v)}
+    for option, value in {**named, "CA_BUNDLE": found.ca, "PIP_CONFIG": found.pip}.items():
+        if value and not Path(value).exists():
+            raise ConfigError(f"{option}: {value} is not there", remedy="Give a path that exists.")
+    return found
+
+
+def _is_url(text: str) -> bool:
+    return re.match(r"https?://|git@|ssh://", text) is not None
+
+
+def docker() -> "DockerClient":
+    """A Docker client.
+
+    Raises:
+        ConfigError: no client or no engine.
+    """
+    from python_on_whales import DockerClient, DockerException  # noqa: PLC0415 (0.4 s)
+    from python_on_whales.client_config import ClientNotFoundError  # noqa: PLC0415
+
+    client = DockerClient()
+    try:
+        client.version()
+    except (DockerException, ClientNotFoundError) as error:
+        raise ConfigError(
+            f"no Docker engine answers: {str(error).strip().splitlines()[-1]}",
+            remedy="Start Docker; on a bare Debian machine: images/engine.sh.",
+        ) from error
+    return client
+
+
+def targets() -> list[str]:
+    """Every image of the graph, parents before children."""
+    found = re.findall(r'^target "([a-z][\w-]*)"', GRAPH.read_text(), re.M)
+    return [name for name in found if not name.startswith("_")]
+
+
+def folder(target: str) -> Path:
+    """The folder a target is built from; variants share one."""
+    return IMAGES / target.removesuffix("-v1" if target != "transport-v1" else "\0")
+
+
+def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Definition:
+    """What docker-bake.hcl is completed with: arguments, contexts and secrets of each target.
+
+    Raises:
+        ConfigError: an unknown stack, or a source nobody provides.
+    """
+    found = found or pins.load()
+    known = pins.arguments(found, stack)
+    return {
+        "target": {name: _filled(name, stack, given, found, known) for name in targets()},
+    }
+
+
+def _filled(
+    name: str, stack: str, given: Roots, found: pins.Pins, known: Mapping[str, str]
+) -> Definition:
+    text = (folder(name) / "Dockerfile").read_text()
+    declared = re.findall(r"^\s*ARG\s+(\w+)", text, re.M)
+    arguments = {arg: known[arg] for arg in declared if arg in known}
+    sources = {source: _source(source, stack, given, found) for source in _sources(text)}
+    for source, place in given.sources.items():
+        if _is_url(place) and f"{source.upper()}_URL" in arguments:
+            arguments[f"{source.upper()}_URL"] = place
+    secrets = [("ca", given.ca), ("pip", given.pip)]
+    return {
+        "args": arguments,
+        "contexts": {
+            **_bases(text, stack, given, found),
+            **_locks(name, declared, known),
+            **{f"src-{source.replace('_', '-')}": place for source, place in sources.items()},
+        },
+        "secret": [f"id={key},src={Path(path).resolve()}" for key, path in secrets if path],
+    }
+
+
+def _bases(text: str, stack: str, given: Roots, found: pins.Pins) -> dict[str, str]:
+    """The contexts of the pinned bases a Dockerfile starts from."""
+    values = pins.of_stack(found, stack)
+    used = set(re.findall(r"^FROM\s+(\w+)", text, re.M | re.I)) & set(found.pin)
+    return {
+        base: "docker-image://"
+        + (given.base_image or pins.reference(found.pin[base], values[base]))
+        for base in sorted(used)
+    }
+
+
+def _locks(target: str, declared: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """A folder with just the locks a Dockerfile names, so that no other lock rebuilds it."""
+    names = [known[arg] for arg in declared if arg.endswith("_LOCK") and arg in known]
+    if not names:
+        return {}
+    place = STAGE / target / "locks"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for name in names:
+        shutil.copy2(paths.LOCKS / name, place / name)
+    return {"locks": str(place)}
+
+
+def _sources(text: str) -> list[str]:
+    """The sources a Dockerfile takes as `from=src-NAME`, by pin name."""
+    return sorted({s.replace("-", "_") for s in re.findall(r"\bsrc-([a-z0-9-]+)", text)})
+
+
+def _source(name: str, stack: str, given: Roots, found: pins.Pins) -> str:
+    """Where a source comes from: what SRC_NAME= says, else the pin."""
+    place = given.sources.get(name, "")
+    pin, value = found.pin.get(name), pins.of_stack(found, stack).get(name)
+    if place and Path(place).is_dir():
+        return str(Path(place).resolve())
+    if place and not _is_url(place):
+        return str(_staged(name, Path(place)))
+    if pin is not None and pin.kind == "git" and value is not None:
+        return f"{place or pin.source}#{value.commit}"
+    # An archive is fetched inside the build, by URL and checksum; an empty folder says so.
+    return str(_staged(name, None))
+
+
+def _staged(name: str, file: Path | None) -> Path:
+    """A folder that holds one file, or none: a bake context is a folder."""
+    place = STAGE / "sources" / name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    if file is not None:
+        os.link(file, place / file.name) if _same_disk(file, place) else shutil.copy2(file, place)
+    return place
+
+
+def _same_disk(one: Path, other: Path) -> bool:
+    return one.stat().st_dev == other.stat().st_dev
+
+
+def variables(stack: str, registry: str = LOCAL) -> dict[str, str]:
+    """The variables of docker-bake.hcl."""
+    # Newer bake asks on the terminal before it reads outside the checkout, where SRC_NAME= may be.
+    return {"STACK": stack, "REGISTRY": registry, "BUILDX_BAKE_ENTITLEMENTS_FS": "0"}
+
+
+def write(made: Definition, stack: str) -> Path:
+    """Leave the definition where bake reads it."""
+    STAGE.mkdir(parents=True, exist_ok=True)
+    path = STAGE / f"{stack}.json"
+    path.write_text(json.dumps(made, indent=1, sort_keys=True))
+    return path
+
+
+def plan(names: list[str], stack: str, given: Roots) -> Definition:
+    """Bake's own view of what would be built, complete.
+
+    Raises:
+        ConfigError: an unknown image.
+    """
+    _require(names)
+    with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
+        made: Definition = docker().buildx.bake(  # type: ignore[assignment]
+            names,
+            files=[GRAPH, write(definition(stack, given), stack)],
+            variables=variables(stack),
+            print=True,
+        )
+    return made
+
+
+def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
+    """Build images and load them; returns image -> digest. Progress goes to the terminal.
+
+    Raises:
+        ConfigError: an unknown image.
+        ImageFailed: a build failed; bake's own last words stand above.
+    """
+    from python_on_whales import DockerException  # noqa: PLC0415
+
+    _require(names)
+    client, metadata = docker(), STAGE / "metadata.json"
+    files: list[str | Path] = [GRAPH, write(definition(stack, given), stack)]
+    try:
+        with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
+            client.buildx.bake(
+                names, files=files, variables=variables(stack), metadata_file=metadata
+            )
+    except DockerException as error:
+        raise ImageFailed(
+            f"building {', '.join(names)} failed",
+            remedy="Read the step above; behind a proxy give CA_BUNDLE=, without a public registry "
+            "BASE_IMAGE=.",
+        ) from error
+    told = json.loads(metadata.read_text())
+    return {
+        name: told[name]["containerimage.digest"]
+        for name in told
+        if isinstance(told[name], dict) and "containerimage.digest" in told[name]
+    }
+
+
+def _require(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in targets():
+            raise ConfigError(
+                f"no image named '{name}'", remedy=f"Known images: {', '.join(targets())}."
+            )
+
+
+def local(name: str, stack: str) -> str:
+    """The reference of an image built or pulled here."""
+    return f"{LOCAL}/{name}:{stack}"
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """/usr/share/lanes/contents.json: what the guard found in the image itself."""
+
+    system: str
+    python: str
+    libraries: dict[str, str]
+    expect: dict[str, str]
+    packages: dict[str, str]
+    debian: dict[str, str]
+
+
+def identify(name: str, stack: str) -> str:
+    """The digest of an image that was built or pulled here: what a tag says may change.
+
+    Raises:
+        ConfigError: it is not here.
+    """
+    from python_on_whales.exceptions import NoSuchImage  # noqa: PLC0415
+
+    try:
+        return str(docker().image.inspect(local(name, stack)).id)
+    except NoSuchImage as error:
+        raise ConfigError(
+            f"image {local(name, stack)} is not here",
+            remedy=f"Build it with `make image-{name}` or pull it with `make pull-{name}`.",
+        ) from error
+
+
+def contents(reference: str) -> Contents:
+    """What an image holds, as its own guard wrote it down.
+
+    Raises:
+        ImageFailed: the image has no such record: the guard did not run at the end of its build.
+    """
+    from python_on_whales import DockerException  # noqa: PLC0415
+
+    try:
+        told = docker().run(
+            reference, ["cat", "/usr/share/lanes/contents.json"],
+            remove=True, networks=["none"], pull="never",
+        )  # fmt: skip
+        return msgspec.json.decode(str(told), type=Contents)
+    except (DockerException, msgspec.DecodeError) as error:
+        raise ImageFailed(
+            f"{reference} does not say what it holds", remedy="Build it with `make image-NAME`."
+        ) from error
+
+
+def parents() -> dict[str, str]:
+    """image -> what it builds on: another image, or a pinned base."""
+    text, found = GRAPH.read_text(), {}
+    blocks = re.findall(r'^target "([\w-]+)" \{\n(.*?)^\}', text, re.M | re.S)
+    inherited = {name: body for name, body in blocks}
+    for name, body in blocks:
+        if name.startswith("_"):
+            continue
+        match = re.search(r'parent = "target:([\w-]+)"', body) or re.search(
+            r'parent = "target:([\w-]+)"', inherited.get(_inherits(body), "")
+        )
+        found[name] = match[1] if match else _base(name)
+    return found
+
+
+def _inherits(body: str) -> str:
+    match = re.search(r'inherits\s*=\s*\["([\w-]+)"\]', body)
+    return match[1] if match else ""
+
+
+def _base(name: str) -> str:
+    match = re.search(r"^FROM\s+(\S+)", (folder(name) / "Dockerfile").read_text(), re.M)
+    return match[1] if match else "?"
+
+
+def ancestors(name: str) -> list[str]:
+    """The images a target builds on, nearest first."""
+    above, found = parents(), list[str]()
+    while (name := above.get(name, "")) in above:
+        found.append(name)
+    return found
+
+
+def tree() -> str:
+    """The graph as indented text, bases first."""
+    above = parents()
+    lines: list[str] = []
+
+    def add(name: str, depth: int) -> None:
+        lines.append("    " * depth + name)
+        for child, parent in above.items():
+            if parent == name:
+                add(child, depth + 1)
+
+    for base in dict.fromkeys(parent for parent in above.values() if parent not in above):
+        add(base, 0)
+    return "\n".join(lines)
+
+
+def mermaid() -> str:
+    """The graph as a Mermaid drawing, which GitHub shows as a picture."""
+    edges = [f"    {parent} --> {name}" for name, parent in parents().items()]
+    return "\n".join(["graph LR", *edges])

