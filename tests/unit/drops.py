@@ -111,6 +111,7 @@ def log(name: str) -> list[str]:
         "floor": gpu,
         "v2-one": [hook("vm", 0, 0, 1, gin="off")],
         "cpu": list(VLLM),
+        "cpu-gloo": ["[micro] v=1 host=vm pid=9 rank=0 local_rank=0 world=1 backend=gloo"],
         "published-2026-07-trtllm": [
             *shim,
             *[seam] * 16,
@@ -145,6 +146,7 @@ SUBJECTS: Final = {
     "published-2026-07-vllm": ("vllm", "epnc1", "p5en-x2"),
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
     "v2-one": ("micro", "v2", "h200x1"),
+    "cpu-gloo": ("micro", "gloo", "cpu"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Figures recomputed from AIPerf's records: what is normal on a busy machine, and what is forged."""
+"""Figures recomputed from AIPerf's records: what a busy machine does, and what is forged."""
 
 import json
 from pathlib import Path
