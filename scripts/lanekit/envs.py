@@ -11,6 +11,7 @@ and offers a wheel whose hash that lock knows.
 
 import ast
 import contextlib
+import ctypes
 import fcntl
 import fnmatch
 import hashlib
@@ -74,9 +75,12 @@ def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> E
     Two runs at once wait for each other. torch_index: None for the public one, "none" to ask none.
 
     Raises:
-        EnvironmentFailed: a lock is missing, or the environment cannot be made; says what to do.
+        EnvironmentFailed: a lock or something the system must have is missing, or the environment
+            cannot be made; says what to do.
     """
     home, index = root / spec.name, torch_index or TORCH_INDEX
+    for lock in spec.locks:
+        require(spec.name, lock.with_suffix(".in"))
     key = _key(spec, home, index)
     ready = _ready(home, key)
     if ready:
@@ -93,6 +97,30 @@ def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> E
         raise EnvironmentFailed(
             f"environment {spec.name}: {error}", remedy="Make the folder writable and free space."
         ) from error
+
+
+def require(name: str, source: Path) -> None:
+    """Check what `# needs library` and `# needs command` lines of a lock's .in ask of the system.
+
+    Raises:
+        EnvironmentFailed: something is missing; the remedy names the packages that hold it.
+    """
+    text = source.read_text(encoding="utf-8") if source.is_file() else ""
+    for kind, what, where in re.findall(r"^# needs (library|command) (\S+): (.*)$", text, re.M):
+        if kind == "library":
+            try:
+                ctypes.CDLL(what)
+                continue
+            except OSError as error:
+                fault = str(error)
+        elif shutil.which(what):
+            continue
+        else:
+            fault = "not found on PATH"
+        raise EnvironmentFailed(
+            f"environment {name}: needs the {kind} {what} ({fault})",
+            remedy=f"Install {where}, then run this again.",
+        )
 
 
 def _key(spec: EnvSpec, home: Path, torch_index: str) -> str:
@@ -396,7 +424,7 @@ REMEDIES: Final = (
         r"has no wheels with a matching|no compatible wheels|Python (ABI|implementation) tag|"
         r"platform tag|requires Python|has no usable wheels",
         "The lock holds no wheel for this Python or machine: use Python 3.11, 3.12 or 3.13 on "
-        "x86_64 or aarch64 Linux.",
+        "x86_64 or aarch64 Linux with glibc 2.34 or newer.",
     ),
     (
         r"error sending request|[Ff]ailed to fetch|dns error|tcp connect error|timed out|"

