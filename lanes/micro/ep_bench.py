@@ -211,7 +211,8 @@ def identity_experts(got: Received) -> Any:
     here = torch.where(got.experts >= 0, got.weights, 0.0).sum(1, keepdim=True)
     plain = got.values.float()
     if got.scales is not None:
-        plain = plain * got.scales.repeat_interleave(FP8_BLOCK, 1)
+        # Not repeat_interleave: it may wait for the GPU, which a capture does not allow.
+        plain = (plain.unflatten(1, (-1, FP8_BLOCK)) * got.scales[:, :, None]).flatten(1)
     return (plain * here).bfloat16()
 
 
@@ -414,6 +415,7 @@ def graph_round_trip(transport: Transport, shape: Shape, seed: int) -> tuple[Any
         if getattr(static, name) is not None:
             getattr(static, name).copy_(getattr(fresh, name))
     graph.replay()
+    torch.cuda.synchronize()  # the graph is gone when this returns
     return out[0], fresh.answer
 
 
@@ -491,14 +493,12 @@ def time_all_to_all(
 
 def time_copies(bench: Bench, ready: Callable[[], None], rep: int, largest: int) -> None:
     """Copies of 64 KiB to `largest` bytes: to the peer in both directions at once, or local."""
-    peer = bench.device
-    if bench.device == "cuda":
-        peer = f"cuda:{(torch.cuda.current_device() + 1) % min(bench.world, 2)}"
-        peer = peer if bench.world > 1 else "cuda"
+    peer, op = bench.device, "copy-local"
+    if bench.device == "cuda" and bench.world > 1:
+        peer, op = f"cuda:{(torch.cuda.current_device() + 1) % bench.world}", "copy-peer"
     for size in (1 << power for power in range(16, largest.bit_length())):
         source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
         target = torch.empty(size, dtype=torch.uint8, device=peer)
-        op = "copy-peer" if bench.world > 1 and bench.device == "cuda" else "copy-local"
         copy = partial(target.copy_, source, non_blocking=True)
         bench.time(copy, ready, count=size, op=op, mode="eager", rep=rep)
 

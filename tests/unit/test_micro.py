@@ -141,7 +141,10 @@ def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     }
     assert all(row["ranks"] == 2 and row["iterations"] == 3 for row in times)
     assert all(row["min_us"] <= row["p50_us"] <= row["max_us"] for row in times)
-    assert done.stdout == ep_bench.table(records) + "\n"
+    said = done.stdout.splitlines()
+    ranks = sorted(line.split(" rank=")[1] for line in said if line.startswith("[micro] v=1 "))
+    assert ranks == [f"{n} local_rank={n} world=2 backend=gloo" for n in (0, 1)]
+    assert done.stdout.endswith(ep_bench.table(records) + "\n")
 
 
 @needs_torch
