@@ -2,8 +2,10 @@
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Final
@@ -18,6 +20,7 @@ from lanekit.plan import Plan, inherited
 MANIFEST: Final = "manifest.json"
 VERDICT: Final = "verdict.json"
 RESERVE: Final = ".reserve"  # given back when the disk is full, so that the end can be recorded
+ROOM: Final = 128 * 1024
 SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
 
 
@@ -74,6 +77,18 @@ class Drop:
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the drop whole or not at all."""
         atomic(self.path / name, content)
+
+    def require_room(self) -> None:
+        """Notice a full disk while the run goes: an engine whose log is cut serves on for hours.
+
+        Raises:
+            LaneError: the drop's file system is full.
+        """
+        if shutil.disk_usage(self.path).free < ROOM:
+            raise LaneError(
+                f"the disk of {self.path} is full: {os.strerror(errno.ENOSPC)}",
+                remedy="Free some room, or choose another folder with RESULTS=DIR; run it again.",
+            )
 
     def seal(self) -> None:
         """Record the sha256 of every file: from here on the drop is complete."""

@@ -14,7 +14,6 @@ FORMAT: Final = 1  # of micro.jsonl
 NAME: Final = "micro.jsonl"
 
 
-
 class Record(msgspec.Struct, frozen=True):
     """One line of micro.jsonl. kind: run, check, time or done. Times in microseconds."""
 

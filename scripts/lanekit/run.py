@@ -97,6 +97,7 @@ class Run:
             session.trust_env = False  # a proxy must not stand between us and loopback
             while not _completed(session, f"{self.plan.url}/v1/completions", body):
                 self._launcher.check()
+                self.drop.require_room()
                 waited = time.monotonic() - begin
                 if waited > self.plan.ready_s:
                     raise ServerDied(
@@ -136,6 +137,7 @@ class Run:
 
     def _watch(self, name: str, cell: CellPlan, begin: float) -> None:
         self._launcher.check()
+        self.drop.require_room()
         spent = time.monotonic() - begin
         if spent > cell.deadline_s:
             raise CellFailed(

@@ -30,12 +30,16 @@ class Lane:
         self.scratch = scratch
         self.results = scratch / "results"
         self.children: list[subprocess.Popen[str]] = []
+        self.bin = scratch / "bin"
+        self.bin.mkdir()
+        (self.bin / "python").symlink_to(sys.executable)
+        (self.bin / "aiperf").symlink_to(STANDIN / "aiperf")
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Start a run."""
         given = () if "--results" in args else ("--results", str(self.results))
         command = [sys.executable, str(STANDIN / "driver.py"), str(self.scratch), "run", "standin"]
-        python = ("--server-python", sys.executable, "--aiperf-python", str(STANDIN / "python"))
+        python = ("--server-python", sys.executable, "--aiperf-python", str(self.bin / "python"))
         child = subprocess.Popen(
             [*command, *python, *given, *args],
             stdout=subprocess.PIPE,
@@ -224,7 +228,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_and_the_drop_still_says_why(lane: Lane, tiny_disk: Path) -> None:
-    code, said = lane.end("--arm", "chatty", "--cells", "quick", "--results", str(tiny_disk))
+    code, said = lane.end("--arm", "chatty", "--cells", "endless", "--results", str(tiny_disk))
     assert code == 2, said
     assert "No space left on device" in said
     manifest = lane.manifest(tiny_disk)
