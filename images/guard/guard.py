@@ -220,6 +220,21 @@ def extensions(image: Image, paths: list[Path]) -> list[Path]:
             and (path.name.startswith("deep_ep") or path.parent.name == "deep_ep")]  # fmt: skip
 
 
+def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """DeepEP reads what our patch series makes it read: a patch step that did nothing shows here.
+
+    The published recipe's step printed a warning, changed nothing and ended with 0.
+    """
+    if not image.expect.get("reads"):
+        return
+    mine = [path for path in paths if "deep_ep" in path.parts and path.suffix != ".pyc"]
+    for name in image.expect["reads"].split("+"):
+        if not any(strings(path, _spellings(name)) for path in mine if path.is_file()):
+            yield Finding(
+                "series", f"no file of deep_ep reads {name}", "The wheel was built unpatched."
+            )
+
+
 def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:
     """One net plugin, where promised, with an entry point the installed NCCL asks for."""
     wanted = image.expect.get("plugin")
@@ -355,8 +370,8 @@ def maps() -> list[Path]:
 
 
 CHECKS = (
-    check_libraries, check_device, check_symbols, check_plugin, check_fabric, check_base, check_env,
-    check_maps,
+    check_libraries, check_device, check_symbols, check_series, check_plugin, check_fabric,
+    check_base, check_env, check_maps,
 )  # fmt: skip
 
 
@@ -417,7 +432,7 @@ def main(argv: list[str]) -> int:
         print(*maps(), sep="\n")
         return 0
     env = dict.fromkeys(words, "") if command == "env" else dict(os.environ)
-    image = Image(expect=expected(), env=env)
+    image = Image(Path(os.environ.get("LANES_ROOT", "/")), expected(), env)
     if command == "contents":
         _write("contents.json", contents(image))
         return 0

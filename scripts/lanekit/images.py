@@ -111,7 +111,7 @@ def _filled(
     name: str, stack: str, given: Roots, found: pins.Pins, known: Mapping[str, str]
 ) -> Definition:
     text = (folder(name) / "Dockerfile").read_text()
-    declared = re.findall(r"^\s*ARG\s+(\w+)", text, re.M)
+    declared = [arg for line in text.splitlines() for arg, _ in pins.declared(line)]
     arguments = {arg: known[arg] for arg in declared if arg in known}
     sources = {source: _source(source, stack, given, found) for source in _sources(text)}
     for source, place in given.sources.items():

@@ -24,13 +24,18 @@ _WANTS: Final = {
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a pin is in one stack. lock: hashed requirements under locks/ that hold the version."""
+    """What a pin is in one stack.
+
+    lock: hashed requirements under locks/ that hold the version. reads: variables, joined by `+`,
+    that a build with our patch series reads and one without does not.
+    """
 
     version: str = ""
     digest: str = ""
     sha256: str = ""
     commit: str = ""
     lock: str = ""
+    reads: str = ""
     cite: str = ""
     unrecorded: str = ""
 
@@ -154,7 +159,7 @@ def arguments(pins: Pins, stack: str) -> dict[str, str]:
     made = {f"{name.upper()}_LOCK": lock for name, lock in pins.locks.items()}
     for name, value in of_stack(pins, stack).items():
         pin, upper = pins.pin[name], name.upper()
-        for field in ("version", "digest", "sha256", "commit", "lock"):
+        for field in ("version", "digest", "sha256", "commit", "lock", "reads"):
             if text := getattr(value, field):
                 made[f"{upper}_{field.upper()}"] = text
         if pin.kind == "archive":
@@ -207,7 +212,6 @@ class Finding(msgspec.Struct, frozen=True):
     what: str
 
 
-_ARG: Final = re.compile(r"^\s*ARG\s+([A-Za-z_]\w*)(=?)(.*)$")
 _FROM: Final = re.compile(r"^\s*FROM\s+(\S+)", re.I)
 # What a version looks like: 1.2.3, a commit, a digest. Two-part numbers are too common in prose.
 _VERSION: Final = re.compile(r"\b(\d+\.\d+\.\d+\S*|[0-9a-f]{40}|[0-9a-f]{64})\b")
@@ -236,16 +240,24 @@ def _lint_arguments(path: Path, known: Mapping[str, str]) -> Iterator[Finding]:
         where = (str(path), number)
         if (image := _FROM.match(line)) and (":" in image[1] or "@" in image[1]):
             yield Finding(*where, f"FROM {image[1]}: name a bake context instead")
-        if not (argument := _ARG.match(line)):
-            continue
-        name, default = argument[1], argument[2]
         end = next((s for s in starts if s >= number), len(lines))
-        if default:
-            yield Finding(*where, f"ARG {name} has a default; its value stands in pins.toml")
-        if name not in known:
-            yield Finding(*where, f"ARG {name} is no pin's field")
-        if not re.search(rf"\$\{{?{name}\b", "\n".join(_code(lines[number:end]))):
-            yield Finding(*where, f"ARG {name} is declared and never used in its stage")
+        used = "\n".join(_code(lines[number:end]))
+        for name, default in declared(line):
+            if default is not None:
+                yield Finding(*where, f"ARG {name} has a default; its value stands in pins.toml")
+            if name not in known:
+                yield Finding(*where, f"ARG {name} is no pin's field")
+            if not re.search(rf"\$\{{?{name}\b", used):
+                yield Finding(*where, f"ARG {name} is declared and never used in its stage")
+
+
+def declared(line: str) -> list[tuple[str, str | None]]:
+    """The arguments a Dockerfile line declares, several at a time, each with its default."""
+    words = line.split("#", maxsplit=1)[0].split()
+    if not words or words[0].upper() != "ARG":
+        return []
+    pairs = [word.partition("=") for word in words[1:]]
+    return [(name, value if equals else None) for name, equals, value in pairs]
 
 
 def _lint_versions(path: Path) -> Iterator[Finding]:

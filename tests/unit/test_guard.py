@@ -1,0 +1,230 @@
+"""The drift guard finds each planted fault, and nothing in a clean tree.
+
+The libraries are real ELF files made by the C compiler; only their names and texts are planted.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lanekit import images
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+EFA, OFI = "opt/amazon/efa/lib", "opt/amazon/ofi-nccl/lib"
+SITE = "opt/lane/site"
+
+
+def _guard() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("guard", images.IMAGES / "guard" / "guard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["guard"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+guard = _guard()
+
+
+def library(path: Path, source: str) -> None:
+    """Compile C into a shared library that may lack symbols."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+
+
+def nccl(version: str, gin: int = 13) -> str:
+    return (
+        f'const char a[] = "NCCL version {version}+cuda13.2";'
+        f'const char b[] = "ncclNetPlugin_v12"; const char c[] = "ncclGinPlugin_v{gin}";'
+        'const char d[] = "NCCL_DEBUG"; void ncclGetVersion(void) {} void ncclGinNew(void) {}'
+    )
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("image")
+    site = root / SITE
+    library(site / "nvidia/nccl/lib/libnccl.so.2", nccl("2.30.4"))
+    (site / "nvidia/nccl/lib/libnccl.so").symlink_to("libnccl.so.2")
+    shmem = site / "nvidia/nvshmem"
+    library(
+        shmem / "lib/libnvshmem_host.so.3",
+        'const char a[] = "NVSHMEM v3.6.5"; void nvshmem_my_pe(void) {}',
+    )
+    (shmem / "lib/libnvshmem_device.a").write_bytes(b"!<arch>\n")
+    (shmem / "include/non_abi").mkdir(parents=True)
+    (shmem / "include/non_abi/nvshmem_version.h").write_text(
+        "#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n#define NVSHMEM_VENDOR_MINOR_VERSION 6\n"
+        "#define NVSHMEM_VENDOR_PATCH_VERSION 5\n"
+    )
+    library(
+        site / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
+        "void ncclGetVersion(void); void nvshmem_my_pe(void);"
+        "void f(void) { ncclGetVersion(); nvshmem_my_pe(); }",
+    )
+    (site / "deep_ep/elastic.py").write_text('os.getenv("EP_NUM_COMMS")\n')
+    library(
+        root / OFI / "libnccl-net-ofi.so", "int ncclNetPlugin_v12; int ncclGinPlugin_v13; int x;"
+    )
+    library(root / EFA / "libfabric.so.1", 'const char a[] = "use_device_rdma";')
+    return root
+
+
+EXPECT = {
+    "nccl": "2.30.4",
+    "nvshmem": "3.6.5",
+    "buffer": "ElasticBuffer",
+    "reads": "EP_NUM_COMMS",
+    "plugin": f"/{OFI}",
+    "fabric": f"/{EFA}",
+}
+ENV = {"NCCL_DEBUG": "INFO", "FI_EFA_USE_DEVICE_RDMA": "1", "EP_NUM_COMMS": "8", "PATH": "/bin"}
+
+
+def judged(root: Path, expect: dict[str, str] = EXPECT, env: dict[str, str] = ENV) -> set[str]:
+    return {f.rule for f in guard.findings(guard.Image(root=root, expect=expect, env=env))}
+
+
+def test_a_clean_image_has_no_finding(clean: Path) -> None:
+    assert judged(clean) == set()
+
+
+def torchs_nccl(root: Path) -> None:
+    library(root / SITE / "nvidia/nccl/lib/libnccl.so.2", nccl("2.28.9"))
+
+
+def second_nccl(root: Path) -> None:
+    library(root / "usr/lib/libnccl.so.2.30", nccl("2.30.4"))
+
+
+def no_nccl(root: Path) -> None:
+    shutil.rmtree(root / SITE / "nvidia/nccl")
+
+
+def second_nvshmem(root: Path) -> None:
+    library(root / "usr/lib/libnvshmem_host.so.3", 'const char a[] = "NVSHMEM v3.6.5";')
+
+
+def device_of_another_version(root: Path) -> None:
+    header = root / SITE / "nvidia/nvshmem/include/non_abi/nvshmem_version.h"
+    header.write_text(header.read_text().replace("MINOR_VERSION 6", "MINOR_VERSION 4"))
+
+
+def symbol_nobody_offers(root: Path) -> None:
+    library(
+        root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
+        "void ncclGetLsaDevicePointer(void); void f(void) { ncclGetLsaDevicePointer(); }",
+    )
+
+
+def missing_plugin(root: Path) -> None:
+    (root / OFI / "libnccl-net-ofi.so").unlink()
+
+
+def second_plugin(root: Path) -> None:
+    shutil.copy(root / OFI / "libnccl-net-ofi.so", root / "usr-libnccl-net.so")
+    (root / "usr/local").mkdir(parents=True, exist_ok=True)
+    (root / "usr-libnccl-net.so").rename(root / "usr/local/libnccl-net.so")
+
+
+def plugin_for_another_nccl(root: Path) -> None:
+    library(root / OFI / "libnccl-net-ofi.so", "int ncclNetPlugin_v12; int ncclGinPlugin_v10;")
+
+
+def distributions_libfabric(root: Path) -> None:
+    library(root / "usr/lib/x86_64-linux-gnu/libfabric.so.1", "int x;")
+
+
+def unpatched_deepep(root: Path) -> None:
+    (root / SITE / "deep_ep/elastic.py").write_text("")
+
+
+def dangling_loader_path(root: Path) -> None:
+    (root / "etc/ld.so.conf.d").mkdir(parents=True)
+    (root / "etc/ld.so.conf.d/aws.conf").write_text("/opt/amazon/aws-ofi-nccl/lib\n")
+
+
+@pytest.mark.parametrize(
+    ("plant", "rules"),
+    [
+        (torchs_nccl, {"nccl-version"}),
+        (second_nccl, {"one-nccl"}),
+        (no_nccl, {"one-nccl"}),
+        (second_nvshmem, {"one-nvshmem"}),
+        (device_of_another_version, {"nvshmem-device"}),
+        (symbol_nobody_offers, {"symbols"}),
+        (missing_plugin, {"one-plugin"}),
+        (second_plugin, {"one-plugin"}),
+        (plugin_for_another_nccl, {"plugin-entry"}),
+        (distributions_libfabric, {"fabric"}),
+        (unpatched_deepep, {"series", "env"}),
+        (dangling_loader_path, {"base"}),
+    ],
+)
+def test_each_planted_fault_is_found(
+    clean: Path, tmp_path: Path, plant: Callable[[Path], None], rules: set[str]
+) -> None:
+    root = tmp_path / "image"
+    shutil.copytree(clean, root, symlinks=True)
+    plant(root)
+    assert rules <= judged(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("OFI_NCCL_GIN_MAX_REQUESTS", True),  # exported for months, read by nothing
+        ("OFI_NCCL_GIN_GDAKI", True),
+        ("NCCL_DEBUG", False),
+        ("NCCL_DEB", True),  # a part of a name is not the name
+        ("FI_EFA_USE_DEVICE_RDMA", False),  # libfabric spells it use_device_rdma
+        ("FI_PROVIDER_PATH_X", True),
+        ("NCCL_VERSION", False),  # a base image's word about itself
+    ],
+)
+def test_a_variable_nobody_reads_is_found(clean: Path, name: str, found: bool) -> None:
+    assert ("env" in judged(clean, env={name: "1"})) is found
+
+
+def test_another_fabrics_plugin_name_is_found(clean: Path) -> None:
+    assert "base" in judged(clean, env={"NCCL_NET_PLUGIN": "spcx"})
+
+
+def test_an_image_without_a_transport_is_not_asked_for_one(tmp_path: Path) -> None:
+    assert judged(tmp_path, expect={}, env={}) == set()
+
+
+def test_file_names_decide_and_not_substrings() -> None:
+    names = ["libnccl.so.2", "libnccl-net-ofi.so", "nccl-abc", "libnccl.so.2.txt"]
+    assert [n for n in names if guard.LIBRARIES["nccl"].fullmatch(n)] == ["libnccl.so.2"]
+
+
+def test_the_maps_of_this_process_hold_the_c_library() -> None:
+    assert any(path.name.startswith("libc.so") for path in guard.maps())
+
+
+def test_a_library_that_is_not_elf_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.so").write_text("no")
+    with pytest.raises(ValueError, match="not a 64-bit ELF"):
+        guard.dynamic(tmp_path / "x.so")
+
+
+def test_the_command_says_what_drifted_and_ends_with_1(tmp_path: Path) -> None:
+    """As a child image's last step runs it: a promise the image does not keep fails the build."""
+    script = images.IMAGES / "guard" / "guard.py"
+    env = {"LANES_SHARE": str(tmp_path), "LANES_ROOT": str(tmp_path), "PATH": os.environ["PATH"]}
+    ran = subprocess.run(
+        [sys.executable, str(script), "env", "EP_NOBODY_READS"],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "EP_NOBODY_READS is exported and nothing shipped here reads it" in ran.stderr
