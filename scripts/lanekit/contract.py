@@ -26,7 +26,7 @@ FOREIGN: Final = "foreign"
 #   requests  at least as many lines as requests were planned
 #   none      never
 Needs = Literal["ranks", "hosts", "line", "count", "lines", "requests", "none"]
-Phase = Literal["any", "before_first_request", "after_first_request"]
+Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
 
 _VARIABLES: Final = frozenset(

@@ -126,14 +126,11 @@ def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
 
 
 def _in_phase(rule: Rule, lines: Sequence[Line], logs: Logs) -> Sequence[Line]:
-    """The lines that stand in the rule's phase. A stream without a request line has no phases:
-    its lines count before the first request, never after it."""
-    requests = logs.first_request
-    if rule.phase == "before_first_request":
-        return [x for x in lines if (x.part, x.first.line) < requests.get(x.stream, _NEVER)]
-    if rule.phase == "after_first_request":
-        return [x for x in lines if (x.part, x.last.line) > requests.get(x.stream, _NEVER)]
-    return lines
+    """The lines that stand in the rule's phase. A stream without a request line (a host that only
+    works for another) has no phases: its lines count."""
+    if rule.phase == "any":
+        return lines
+    return [x for x in lines if (x.part, x.first.line) < logs.first_request.get(x.stream, _NEVER)]
 
 
 _NEVER = (sys.maxsize, 0)

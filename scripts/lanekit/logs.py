@@ -192,12 +192,37 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
             inner = gzip.GzipFile(fileobj=raw)
         else:
-            import zstandard  # noqa: PLC0415
-
-            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-            inner = unpacker.stream_reader(raw, read_across_frames=True)
+            inner = _Zstd(raw)
         bounded = _Bounded(inner, path)
         yield io.BufferedReader(bounded, scan.BLOCK)
+
+
+class _Zstd:
+    """Zstandard frames one after another. Unlike the library's own reader it notices an end in the
+    middle of a frame; small reads keep a bomb's output small (a 4-byte block may hold 128 KiB)."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard  # noqa: PLC0415
+
+        self.raw, self.ready, self.packed = raw, b"", b""
+        self.torn = zstandard.ZstdError("it ends in the middle of a frame")
+        self.frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj
+        self.inside: Any = None
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; empty at the end."""
+        while not self.ready:
+            self.packed = self.packed or self.raw.read(1024)
+            if not self.packed:
+                if self.inside is not None:
+                    raise self.torn
+                return b""
+            self.inside = self.inside or self.frame()
+            self.ready, self.packed = self.inside.decompress(self.packed), b""
+            if self.inside.eof:
+                self.packed, self.inside = self.inside.unused_data, None
+        given, self.ready = self.ready[:size], self.ready[size:]
+        return given
 
 
 class _Bounded(io.RawIOBase):

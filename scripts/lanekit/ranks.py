@@ -82,8 +82,8 @@ def key(evidence: scan.Evidence, known: Identities, file_host: str) -> Key | Non
     joined = known.by_pid.get((host, pid)) or _only_process(known, pid, values)
     if joined is not None:
         return joined
-    if "local" in values and host:
-        return Key(host, int(values["local"]))
+    if "local" in values:
+        return Key(host, int(values["local"]))  # an empty host: whichever it is
     return known.by_rank.get(values.get("rank") or source.rank)
 
 
@@ -112,6 +112,8 @@ def compare(seen: Iterable[Key], profile: Profile) -> tuple[list[str], list[str]
     by_host: dict[str, set[int]] = defaultdict(set)
     for rank in seen:
         by_host[rank.host].add(rank.local)
+    if profile.hosts > 1:  # with one host alone, a line that names none is its
+        by_host.pop("", None)
     local = set(range(profile.ranks // profile.hosts))
     missing = [_named(h, local - found) for h, found in sorted(by_host.items()) if local - found]
     extra = [_named(h, found - local) for h, found in sorted(by_host.items()) if found - local]

@@ -138,6 +138,7 @@ class _Scan:
         self.make = make
         self.found = Found(evidence={}, overflow=set())
         self.watch(probes)
+        self.over: set[str] = set()  # probes that asked for one line and had it
         self.head: bytes = b""  # start of the line in progress, when it began in an earlier block
         self.fresh = True  # the next byte starts a line
 
@@ -162,7 +163,6 @@ class _Scan:
     def _lines(self, view: memoryview, start: int, end: int, offset: int, newlines: int) -> None:
         whole: Any = view.obj
         cursor, line = start, start if self.fresh else -1
-        seen_once = False
         for at, number in self.finder(view, start, end):
             newline = whole.rfind(b"\n", cursor, at)
             line = newline + 1 if newline >= 0 else line
@@ -175,29 +175,31 @@ class _Scan:
             window = bytes(view[low : high if high >= 0 else min(at + AFTER, len(view))])
             head = bytes(view[line : line + HEAD]).partition(b"\n")[0] if line >= 0 else self.head
             for probe_ in self.by_literal[number]:
-                seen_once |= self._match(probe_, window, at - low, head, mark)
+                if probe_.id not in self.over:
+                    self._match(probe_, window, at - low, head, mark)
         newline = whole.rfind(b"\n", cursor, end)
         line = newline + 1 if newline >= 0 else line
         self.fresh = line == end
         if line >= 0:
             self.head = bytes(view[line : min(line + HEAD, end)])
-        if seen_once:
-            done = {evidence.probe for evidence in self.found.evidence.values()}
-            self.watch([p for p in self.probes if not (p.once and p.id in done)])
+        if any(p.id in self.over for p in self.probes):
+            self.watch([p for p in self.probes if p.id not in self.over])
 
-    def _match(self, probe_: Probe, window: bytes, at: int, head: bytes, mark: Mark) -> bool:
+    def _match(self, probe_: Probe, window: bytes, at: int, head: bytes, mark: Mark) -> None:
         for match in probe_.pattern.finditer(window):
             if match.start() <= at < match.end():
+                if window.find(probe_.literal, match.start()) != at:
+                    break  # the same match was met at an earlier literal
                 source = prefix.parse(head)
                 if not source.echo:
                     self._keep(probe_, match, source, mark)
-                    return probe_.once
                 break
-        return False
 
     def _keep(
         self, probe_: Probe, match: re.Match[bytes], source: prefix.Prefix, mark: Mark
     ) -> None:
+        if probe_.once:
+            self.over.add(probe_.id)
         values = tuple(
             (name, value.decode("utf-8", "backslashreplace"))
             for name, value in match.groupdict().items()

@@ -109,6 +109,9 @@ def log(name: str) -> list[str]:
         "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
         "dense-nvlink": [*p2p, MANAGER.format("AgRsAll2AllManager")],
         "floor": gpu,
+        "cpu-gloo": [
+            "[micro] v=1 host=vm pid=7000 rank=0 local_rank=0 world=1 backend=gloo torch=2.11.0"
+        ],
         "v2-one": [hook("vm", 0, 0, 1, gin="off")],
         "cpu": list(VLLM),
         "cpu-gloo": ["[micro] v=1 host=vm pid=9 rank=0 local_rank=0 world=1 backend=gloo"],
@@ -145,6 +148,7 @@ SUBJECTS: Final = {
     "published-2026-07-trtllm": ("trtllm", "seam", "p5en-x2"),
     "published-2026-07-vllm": ("vllm", "epnc1", "p5en-x2"),
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
+    "cpu-gloo": ("micro", "gloo", "cpu"),
     "v2-one": ("micro", "v2", "h200x1"),
     "cpu-gloo": ("micro", "gloo", "cpu"),
 }

@@ -1,0 +1,242 @@
+"""Logs as they come: rotated, split, packed, interleaved, and the ranks that printed them."""
+
+import gzip
+import io
+import os
+from pathlib import Path
+
+import drops
+import pytest
+import zstandard
+
+from lanekit import contract, judge, logs, prefix, ranks, scan, spec
+from lanekit.errors import Unreadable
+from lanekit.verdict import Check
+
+P5EN = spec.profile("p5en-x2")
+
+
+def checks(root: Path, name: str) -> dict[str, Check]:
+    """The transport checks of a folder of logs."""
+    rules = contract.bound(contract.load(name))
+    profile = spec.profile(drops.SUBJECTS[name][2])
+    found = logs.find(root, list(logs.inside(root)), ours=False)
+    read = logs.read(found, rules, profile.ranks)
+    return {
+        x.id: x for x in judge.transport(rules, read, judge.Facts(profile, 8, "0.24.0", "tiny"))
+    }
+
+
+def outcomes(root: Path, name: str) -> set[str]:
+    return {x.outcome for x in checks(root, name).values() if x.severity == "required"}
+
+
+def text(name: str) -> list[str]:
+    return drops.log(name)
+
+
+def joined(lines: list[str]) -> bytes:
+    return ("\n".join(lines) + "\n").encode()
+
+
+def test_packed_logs(tmp_path: Path) -> None:
+    for suffix, pack in ((".gz", gzip.compress), (".zst", zstandard.compress)):
+        folder = tmp_path / suffix
+        folder.mkdir()
+        (folder / f"serve.log{suffix}").write_bytes(pack(joined(text("v2-efa-proxy"))))
+        found = checks(folder, "v2-efa-proxy")
+        assert {x.outcome for x in found.values() if x.severity == "required"} == {"met"}
+        first = found["efa-provider"].first
+        assert first is not None
+        assert PROVIDER in text("v2-efa-proxy")[first.line - 1]
+
+
+PROVIDER = "Selected provider is"
+
+
+def test_two_zst_frames_are_one_log(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    frames = zstandard.compress(joined(lines[:40])) + zstandard.compress(joined(lines[40:]))
+    (tmp_path / "serve.log.zst").write_bytes(frames)
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+
+
+def test_a_rotated_log_is_one_log_and_its_oldest_part_comes_first(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    posts = next(n for n, line in enumerate(lines) if "POST" in line)
+    (tmp_path / "serve.log").write_bytes(joined(lines[posts:]))
+    (tmp_path / "serve.log.1").write_bytes(joined(lines[60:posts]))
+    (tmp_path / "serve.log.2.gz").write_bytes(gzip.compress(joined(lines[:60])))
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+
+
+def test_evidence_in_a_part_after_the_first_request_comes_too_late(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    hooks = [x for x in lines if "[lane-evidence]" in x]
+    (tmp_path / "serve.log.1").write_bytes(joined([x for x in lines if x not in hooks]))
+    (tmp_path / "serve.log").write_bytes(joined(hooks))
+    assert checks(tmp_path, "v2-efa-proxy")["elastic-proxy"].outcome == "failed"
+
+
+def test_a_split_log_runs_forwards(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    (tmp_path / "serve.log.00").write_bytes(joined(lines[:60]))
+    (tmp_path / "serve.log.01").write_bytes(joined(lines[60:]))
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+
+
+def test_a_log_of_each_host_together_make_the_evidence(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    for host in ("ip-10-0-0-1", "ip-10-0-0-2"):
+        (tmp_path / f"{host}.log").write_bytes(joined([x for x in lines if host in x]))
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+    (tmp_path / "ip-10-0-0-2.log").unlink()
+    found = checks(tmp_path, "v2-efa-proxy")["efa-provider"]
+    assert (found.outcome, found.actual) == ("failed", "8 of 16 ranks")
+    assert found.missing == ("1 more host [0], [1], [2], [3], [4], [5], [6], [7]",)
+
+
+@pytest.mark.parametrize(
+    "relay",
+    [
+        lambda line: line.replace("\n", "\r\n"),
+        lambda line: f"server-1  | {line}",
+        lambda line: f"[pod/lane-0/vllm] {line}",
+        lambda line: f"[1,3]<stdout>:{line}",
+        lambda line: f"2026-11-30T11:00:00.1Z {line}",
+        lambda line: f"\x1b[32m{line}\x1b[0m",
+        lambda line: f"{line}\r",
+        lambda line: f"\0\0{line}\0",
+        lambda line: f"\udcff\udcfe{line}",
+        lambda line: f"torn -1->1->0 {line}",
+        lambda line: f"{line} {line}",
+    ],
+)
+def test_relayed_and_damaged_lines_still_prove(tmp_path: Path, relay: drops.Edit) -> None:
+    lines = [str(relay(line)) for line in text("v2-efa-proxy")]  # type: ignore[arg-type]
+    (tmp_path / "serve.log").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+
+
+def test_a_host_name_glued_to_a_torn_line_is_the_host(tmp_path: Path) -> None:
+    lines = text("v2-efa-proxy")
+    at = next(n for n, line in enumerate(lines) if PROVIDER in line)
+    lines[at] = f"[5] -1/-1/-1->1->0{lines[at]}"
+    (tmp_path / "serve.log").write_bytes(joined(lines))
+    assert checks(tmp_path, "v2-efa-proxy")["efa-provider"].actual == "16 of 16 ranks"
+
+
+def test_xtrace_and_our_own_output_never_count(tmp_path: Path) -> None:
+    lines = ["+ " + line for line in text("v2-efa-proxy")]
+    (tmp_path / "serve.log").write_bytes(joined(lines))
+    found = checks(tmp_path, "v2-efa-proxy")
+    for name in ("efa-provider", "gin-plugin-proxy", "gin-device-comm", "elastic-proxy"):
+        assert (found[name].outcome, found[name].actual) == ("unchecked", "no such line")
+
+
+NOBODY = prefix.Prefix()
+
+
+def evidence(source: prefix.Prefix = NOBODY, **values: str) -> scan.Evidence:
+    mark = scan.Mark(0, 0)
+    return scan.Evidence("x", tuple(values.items()), source, 1, mark, mark)
+
+
+def known() -> ranks.Identities:
+    """Two hosts; the second's rank 9 is its GPU 1, as NCCL's line on the whole fleet says."""
+    lines = [
+        evidence(host="a", pid="70", rank="0", local="0", world="16"),
+        evidence(host="b", pid="71", rank="9", local="1", world="16"),
+        evidence(host="b", pid="71", rank="1", local="0", world="2"),  # a smaller communicator
+    ]
+    return ranks.join(lines, 16)
+
+
+@pytest.mark.parametrize(
+    ("found", "key"),
+    [
+        (evidence(host="b", pid="71", local="0"), ranks.Key("b", 1)),  # a proxy thread says [0]
+        (evidence(host="b.ec2.internal", pid="71", local="0"), ranks.Key("b", 1)),
+        (evidence(host="b", pid="99", local="3"), ranks.Key("b", 3)),
+        (evidence(rank="9"), ranks.Key("b", 1)),
+        (evidence(prefix.Prefix(rank="9")), ranks.Key("b", 1)),
+        (evidence(prefix.Prefix(pid="71")), ranks.Key("b", 1)),
+        (evidence(prefix.Prefix(label="b"), local="4"), ranks.Key("b", 4)),
+        (evidence(local="4"), ranks.Key("filehost", 4)),
+        (evidence(rank="5"), None),
+        (evidence(), None),
+    ],
+)
+def test_who_printed_a_line(found: scan.Evidence, key: ranks.Key | None) -> None:
+    assert ranks.key(found, known(), "filehost") == key
+
+
+def test_contradictory_identities_are_dropped() -> None:
+    lines = [
+        evidence(host="a", pid="70", rank="0", local="0", world="16"),
+        evidence(host="a", pid="70", rank="0", local="5", world="16"),
+    ]
+    assert ranks.join(lines, 16).by_pid == {}
+
+
+@pytest.mark.parametrize(
+    ("seen", "missing", "extra"),
+    [
+        ([("a", i) for i in range(8)] + [("b", i) for i in range(8)], [], []),
+        ([("a", i) for i in range(8)] + [("b", i) for i in range(7)], ["b [7]"], []),
+        ([("a", i) for i in range(9)] + [("b", i) for i in range(8)], [], ["a [8]"]),
+        (
+            [(h, i) for h in "abc" for i in range(8)], [], ["3 hosts where 2 were expected"],
+        ),
+    ],
+)  # fmt: skip
+def test_missing_and_unexpected_ranks_are_named(
+    seen: list[tuple[str, int]], missing: list[str], extra: list[str]
+) -> None:
+    assert ranks.compare([ranks.Key(*x) for x in seen], P5EN) == (missing, extra)
+
+
+def test_aiperf_s_own_logs_are_not_serve_logs(tmp_path: Path) -> None:
+    drops.aiperf(tmp_path / "c4")
+    (tmp_path / "c4" / "logs").mkdir()
+    for name in ("c4/logs/aiperf.log", "t7_aiperf.log", "serve.log", "notes.md"):
+        (tmp_path / name).write_text("x\n")
+    found = logs.find(tmp_path, list(logs.inside(tmp_path)), ours=False)
+    assert [x.name for x in found] == ["serve.log"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_decompression_bomb_is_refused(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "BOMB_FLOOR", 8 << 20)
+    monkeypatch.setattr(logs, "BOMB_RATIO", 100)
+    zeros = b"\0" * (64 << 20)
+    packed = gzip.compress(zeros) if suffix == ".gz" else zstandard.compress(zeros)
+    (tmp_path / f"serve.log{suffix}").write_bytes(packed)
+    with pytest.raises(Unreadable, match="unpacks to more than 8 MiB"):
+        checks(tmp_path, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "packed"),
+    [
+        (".gz", gzip.compress(os.urandom(100_000))[:-2000]),
+        (".gz", b"not packed at all\n"),
+        (".zst", zstandard.compress(os.urandom(100_000))[:-2000] + b"x"),
+        (".zst", b"not packed at all\n"),
+    ],
+)
+def test_a_torn_archive_is_unreadable(tmp_path: Path, suffix: str, packed: bytes) -> None:
+    (tmp_path / f"serve.log{suffix}").write_bytes(packed)
+    with pytest.raises(Unreadable):
+        checks(tmp_path, "cpu")
+
+
+def test_line_numbers_after_compression_and_ansi() -> None:
+    data = b"\n" * 5000 + b"\x1b[1mprovider is efa\x1b[0m\n" + b"\n" * 5000 + b"provider is efa"
+    probe = scan.probe("p", "provider is ")
+    found = scan.scan(io.BytesIO(data), [probe], block=512)
+    (one,) = found.evidence.values()
+    numbers = scan.line_numbers(io.BytesIO(data), [one.first, one.last], block=700)
+    assert (numbers[one.first], numbers[one.last]) == (5001, 10002)

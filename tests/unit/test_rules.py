@@ -1,0 +1,324 @@
+"""Every rule of every contract decides something: for each there are the smallest bad logs that it
+alone catches, and deleting or weakening it lets one of them pass."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import drops
+import msgspec
+import pytest
+
+from lanekit import contract, judge, logs, scan, spec
+from lanekit.contract import Bound
+from lanekit.verdict import Check, Result, decide
+
+Lines = list[str]
+
+
+def judged(lines: Lines, name: str, rules: tuple[Bound, ...], folder: Path) -> list[Check]:
+    """The transport checks of a log, by the rules given."""
+    path = folder / "serve.log"
+    path.write_text("\n".join(lines) + "\n")
+    profile = spec.profile(drops.SUBJECTS[name][2])
+    found = logs.read([logs.Log(path, "serve.log", "", "serve.log", 0)], rules, profile.ranks)
+    return judge.transport(rules, found, judge.Facts(profile, 8, "0.24.0", "tiny"))
+
+
+def result(lines: Lines, name: str, rules: tuple[Bound, ...], folder: Path) -> Result:
+    return decide(judged(lines, name, rules, folder))[0]
+
+
+def drop_one(text: str) -> drops.Edit:
+    """Without the last line that holds the text."""
+
+    def edit(lines: Lines) -> Lines:
+        last = max(n for n, line in enumerate(lines) if text in line)
+        return [line for n, line in enumerate(lines) if n != last]
+
+    return edit
+
+
+def drop_all(text: str) -> drops.Edit:
+    return lambda lines: [line for line in lines if text not in line]
+
+
+def change_one(text: str, old: str, new: str) -> drops.Edit:
+    """One line that holds the text says something else."""
+
+    def edit(lines: Lines) -> Lines:
+        last = max(n for n, line in enumerate(lines) if text in line and old in line)
+        return [line.replace(old, new) if n == last else line for n, line in enumerate(lines)]
+
+    return edit
+
+
+def change_all(text: str, pattern: str, new: str) -> drops.Edit:
+    return lambda x: [re.sub(pattern, new, line) if text in line else line for line in x]
+
+
+def add(line: str) -> drops.Edit:
+    """One line more, before the server serves."""
+    return lambda lines: [lines[0], line, *lines[1:]]
+
+
+def after(text: str) -> drops.Edit:
+    """The lines that hold the text come after the last request."""
+
+    def edit(lines: Lines) -> Lines:
+        return [x for x in lines if text not in x] + [x for x in lines if text in x]
+
+    return edit
+
+
+def one_rank(text: str) -> drops.Edit:
+    """As many lines as before, all of the first rank."""
+
+    def edit(lines: Lines) -> Lines:
+        first = next(line for line in lines if text in line)
+        return [first if text in line else line for line in lines]
+
+    return edit
+
+
+def stranger(text: str) -> drops.Edit:
+    """One rank more than there are."""
+
+    def edit(lines: Lines) -> Lines:
+        last = next(line for line in reversed(lines) if text in line)
+        return add(last.replace("local_rank=", "local_rank=9").replace("pid=7", "pid=9"))(lines)
+
+    return edit
+
+
+HOST: Final = "ip-10-0-0-1"
+PROVIDER: Final = "Selected provider is"
+HOOK: Final = "[lane-evidence]"
+
+
+def nccl(text: str) -> drops.Edit:
+    return add(drops.nccl(HOST, 3, text))
+
+
+def per_rank(text: str) -> list[drops.Edit]:
+    """The ways to have a line, and not from every rank."""
+    return [drop_one(text), one_rank(text), change_one(text, "7007:7007 [7]", "7006:7006 [6]")]
+
+
+BAD: Final[dict[str, list[drops.Edit]]] = {
+    "efa-provider": [
+        *per_rank(PROVIDER),
+        change_one(PROVIDER, "ip-10-0-0-2", "ip-10-0-0-3"),  # 17: a third host
+        change_all(PROVIDER, "ip-10-0-0-2", HOST),  # 8 + 8, one host twice
+        change_one(PROVIDER, "is efa,", "is tcp;ofi_rxm,"),
+        change_one(PROVIDER, "is efa-direct", "is efa"),
+        change_one(PROVIDER, "found 16 nics", "found 15 nics"),
+        change_one(PROVIDER, HOST, f"+ echo {HOST}"),
+        change_one(PROVIDER, HOST, f"[1,3]<stdout>:+ {HOST}"),
+    ],
+    "efa-old-plugin": [nccl("NET/OFI Selected Provider is efa (found 4 nics)")],
+    "net-plugin-libfabric": [
+        *per_rank("Assigned NET plugin"),
+        nccl("Assigned NET plugin Socket to comm"),
+    ],
+    "net-fallback": [
+        nccl("Using network Socket"),
+        nccl("Using network IB"),
+        lambda lines: [*lines, drops.nccl(HOST, 3, "Using network Socket")],  # while it served
+    ],
+    "socket-channel": [nccl("Channel 00/0 : 1[1] -> 8[0] [send] via NET/Socket/0")],
+    "gin-plugin-proxy": [
+        *per_rank("Assigned GIN plugin"),
+        nccl("Assigned GIN plugin Libfabric_GDAKI to comm"),
+    ],
+    "gin-plugin-gda": [
+        *per_rank("Assigned GIN plugin"),
+        nccl("Assigned GIN plugin Libfabric to comm"),
+    ],
+    "gin-none": [nccl("Failed to initialize any GIN plugin")],
+    "gin-device-comm": per_rank("devCommCreate"),
+    "gin-gdaki-context": per_rank("gin GDAKI"),
+    "gin-gdaki-forbidden": [nccl("NET/OFI gin GDAKI: createContext done (nranks=16)")],
+    "p2p-channels": [drop_one("via P2P"), one_rank("via P2P")],
+    "shm-channel": [nccl("Channel 00/0 : 1[1] -> 0[0] via SHM/direct/direct")],
+    "elastic-proxy": [
+        drop_one(HOOK),
+        one_rank(HOOK),
+        change_one(HOOK, "ElasticBuffer", "Buffer"),
+        change_one(HOOK, "world=16", "world=8"),
+        change_one(HOOK, "gin=proxy", "gin=gdaki"),
+        change_one(HOOK, "gin=proxy", "gin=unknown"),
+        after(HOOK),
+    ],
+    "elastic-gda": [
+        drop_one(HOOK),
+        change_one(HOOK, "ElasticBuffer", "Buffer"),
+        change_one(HOOK, "world=16", "world=8"),
+        change_one(HOOK, "gin=gdaki", "gin=proxy"),
+        after(HOOK),
+    ],
+    "elastic-nvlink": [
+        drop_one(HOOK),
+        stranger(HOOK),
+        change_one(HOOK, "ElasticBuffer", "Buffer"),
+        change_one(HOOK, "world=", "world=9"),
+        change_one(HOOK, "gin=off", "gin=proxy"),
+        after(HOOK),
+    ],
+    "legacy-buffer": [
+        drop_one(HOOK),
+        change_one(HOOK, "deep_ep.Buffer", "deep_ep.ElasticBuffer"),
+        change_one(HOOK, "world=", "world=9"),
+        after(HOOK),
+    ],
+    "micro-gloo": [
+        drop_one("[micro]"),
+        stranger("[micro]"),
+        change_one("[micro]", "world=", "world=9"),
+        change_one("[micro]", "gloo", "nccl"),
+    ],
+    "no-buffer": [add(drops.hook(HOST, 3, 3, 16))],
+    "no-legacy-buffer": [add("lane-evidence: legacy deep_ep.Buffer refused, this lane needs")],
+    "vllm-manager-dense": [
+        drop_all("all2all manager"),
+        add(drops.MANAGER.format("DeepEPV2All2AllManager")),
+    ],
+    "vllm-prepare-v2": [
+        drop_all("PrepareAndFinalize"),
+        add("[fp8.py:594] Using DeepEPHTPrepareAndFinalize"),
+    ],
+    "vllm-engine-cpu": [
+        drop_all("V1 LLM engine"),
+        change_one("V1 LLM", "v0.24.0", "v0.23.0"),
+        change_one("V1 LLM", "=cpu", "=cuda"),
+        change_one("V1 LLM", "name=tiny", "name=other"),
+    ],
+    "vllm-engine-gpu": [
+        drop_all("V1 LLM engine"),
+        change_one("V1 LLM", "v0.24.0", "v0.23.0"),
+        change_one("V1 LLM", "=cuda", "=cpu"),
+        change_one("V1 LLM", "name=tiny", "name=other"),
+    ],
+    "vllm-expert-parallel": [drop_all("non-default"), change_one("non-def", "True", "False")],
+    "vllm-world-gloo": [
+        drop_all("world_size"),
+        change_one("world_size", "world_size=1", "world_size=2"),
+        change_one("world_size", "gloo", "nccl"),
+        add(
+            "(Worker pid=8) world_size=1 rank=0 local_rank=1 distributed_init_method=x backend=gloo"
+        ),
+    ],
+    "vllm-world-nccl": [
+        drop_all("world_size"),
+        change_one("world_size", "world_size=1", "world_size=2"),
+        change_one("world_size", "nccl", "gloo"),
+        add(
+            "(Worker pid=8) world_size=1 rank=0 local_rank=1 distributed_init_method=x backend=nccl"
+        ),
+    ],
+    "requests-served": [drop_one("POST"), change_one("POST", "200 OK", "500 Internal")],
+    "nvshmem-provider": [
+        drop_one("Selected provider efa"),
+        change_one("Selected provider", "provider efa", "provider tcp"),
+        change_one("Selected provider", "efa-direct", "efa"),
+    ],
+    "nvshmem-not-direct": [
+        add("Libfabric transport is using efa fabric instead of efa-direct, use libfabric v2.1.0")
+    ],
+    "nvshmem-no-transport": [add("Unable to open the libfabric.so.6 transport. No such file")],
+    "seam-elastic-trtllm": [
+        drop_one("constructing"),
+        add("[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192)"),
+    ],
+    "trtllm-alltoall": [
+        drop_all("alltoall_method"),
+        change_one("alltoall_method", "DeepEP", "NotEnabled"),
+        change_one("alltoall_method", "[TRT", "+ grep [TRT"),
+    ],
+    "t3-elastic-vllm": [drop_all("constructing")],
+    "seam-elastic-sglang": [drop_all("returning raw")],
+    "seam-legacy": [add("[t3-patch] FATAL: legacy deep_ep.Buffer constructed on EFA")],
+}
+
+
+USES: Final = [(name, rule) for name in contract.names() for rule in contract.load(name).required]
+
+
+@pytest.mark.parametrize("name", contract.names())
+def test_the_smallest_good_log_is_proven(name: str, tmp_path: Path) -> None:
+    rules = contract.bound(contract.load(name))
+    assert result(drops.log(name), name, rules, tmp_path) == "proven"
+
+
+@pytest.mark.parametrize(("name", "rule"), USES)
+def test_the_smallest_bad_logs_are_not_proven_and_the_rule_says_so(
+    name: str, rule: str, tmp_path: Path
+) -> None:
+    rules = contract.bound(contract.load(name))
+    for edit in BAD[rule]:
+        checks = judged(edit(drops.log(name)), name, rules, tmp_path)
+        assert decide(checks)[0] != "proven"
+        assert [x.id for x in checks if x.severity == "required" and x.outcome != "met"] == [rule]
+
+
+def mutants(rule: contract.Rule) -> Iterator[tuple[str, contract.Rule | None]]:
+    """A rule deleted, and weakened in every way its data allows."""
+    replace = msgspec.structs.replace
+    yield "deleted", None
+    for group in rule.expect:
+        kept = {k: v for k, v in rule.expect.items() if k != group}
+        yield f"any {group}", replace(rule, expect=kept)
+    if rule.phase != "any":
+        yield "any phase", replace(rule, phase="any")
+    if rule.needs in ("ranks", "hosts", "count", "lines", "requests"):
+        yield "one line is enough", replace(rule, needs="line")
+    if rule.needs == "count":
+        yield "more lines are as good", replace(rule, needs="lines")
+
+
+@pytest.mark.parametrize(("name", "rule"), USES)
+def test_no_rule_is_dead(name: str, rule: str, tmp_path: Path) -> None:
+    rules = contract.bound(contract.load(name))
+    for what, mutant in mutants(contract.rules()[rule]):
+        weaker = tuple(
+            msgspec.structs.replace(x, rule=mutant) if x.id == rule and mutant else x
+            for x in rules
+            if x.id != rule or mutant
+        )
+        fooled = [
+            edit
+            for edit in BAD[rule]
+            if weaker and result(edit(drops.log(name)), name, weaker, tmp_path) == "proven"
+        ]
+        assert fooled or not any(x.severity == "required" for x in weaker), f"{rule}: {what}"
+
+
+def test_every_rule_of_the_library_is_used_and_has_bad_logs() -> None:
+    used = {rule for n in contract.names() for rule in contract.load(n).required}
+    noted = {rule for n in contract.names() for rule in contract.load(n).noted}
+    assert set(contract.rules()) == used | noted
+    assert set(BAD) == used
+
+
+def test_a_forbidden_line_cannot_be_excluded_where_nccl_is_silent(tmp_path: Path) -> None:
+    rules = contract.bound(contract.load("v1-efa"))
+    silent = drop_all("NCCL INFO")(drops.log("v1-efa"))
+    assert result(silent, "v1-efa", rules, tmp_path) == "no verdict"
+
+
+@pytest.mark.parametrize("name", contract.names())
+def test_both_engines_give_the_same_checks(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("hyperscan")
+    rules = contract.bound(contract.load(name))
+    profile = spec.profile(drops.SUBJECTS[name][2])
+    facts = judge.Facts(profile, 8, "0.24.0", "tiny")
+    path = tmp_path / "serve.log"
+    for edit in [list, *(e for rule in contract.load(name).required for e in BAD[rule])]:
+        path.write_text("\n".join(edit(drops.log(name))))
+        log = logs.Log(path, "serve.log", "", "serve.log", 0)
+        seen = [
+            judge.transport(rules, logs.read([log], rules, profile.ranks, make=make), facts)
+            for make in (scan.PythonFinder, scan.HyperscanFinder)
+        ]
+        assert seen[0] == seen[1]

@@ -1,0 +1,187 @@
+"""The scanner sees the same lines as a plain reading of the file, whatever the file holds."""
+
+import io
+import re
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lanekit import prefix, scan
+
+PROBES = (
+    scan.probe("provider", "provider is ", r"provider is (?P<name>\w+)"),
+    scan.probe("pid", "] NCCL", r"(?P<host>[a-z]+):(?P<pid>\d+) \[\d\] NCCL"),
+    scan.probe("plain", "plain"),
+    scan.probe("first", "plain", once=True),
+)
+Make = Callable[[Sequence[bytes]], scan.Finder]
+ENGINES: list[Make] = [scan.PythonFinder]
+try:
+    import hyperscan  # noqa: F401
+
+    ENGINES.append(scan.HyperscanFinder)
+except ImportError:
+    pass
+engines = pytest.mark.parametrize("make", ENGINES)
+
+Seen = dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, int, int]]
+
+
+def scanned(data: bytes, make: Make, *, block: int = scan.BLOCK) -> Seen:
+    """(probe, captures) -> count, first line, last line, by the scanner."""
+    found = scan.scan(io.BytesIO(data), PROBES, block=block, make=make)
+    marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
+    numbers = scan.line_numbers(io.BytesIO(data), marks, block=block)
+    assert found.size == len(data)
+    seen: Seen = {}
+    for x in found.evidence.values():
+        count, first, last = seen.get((x.probe, x.values), (0, 1 << 60, 0))
+        seen[x.probe, x.values] = (
+            count + x.count, min(first, numbers[x.first]), max(last, numbers[x.last])
+        )  # fmt: skip
+    return seen
+
+
+def plainly(data: bytes) -> Seen:
+    """The same by reading line after line."""
+    seen: Seen = {}
+    for number, raw in enumerate(data.split(b"\n"), 1):
+        line = prefix.ANSI.sub(b"", raw)
+        if prefix.parse(line[:256]).echo:
+            continue
+        for probe in PROBES:
+            for match in probe.pattern.finditer(line):
+                values = tuple(
+                    (k, v.decode("utf-8", "backslashreplace")) for k, v in match.groupdict().items()
+                )
+                if probe.once and any(key[0] == probe.id for key in seen):
+                    continue
+                count, first, _ = seen.get((probe.id, values), (0, number, 0))
+                seen[probe.id, values] = (count + 1, first, number)
+    return seen
+
+
+words = st.sampled_from(
+    [
+        *(b"provider is efa", b"provider is ", b"plain", b"host:12 [3] NCCL", b"plai", b"n"),
+        *(b"\n", b"\r\n", b" ", b"+ ", b"\x1b[33m", b"\x1b[0m", b"\x1b]0;title\x07", b"\x1b"),
+        *(b"\0\0", b"\xff\xfe", "Ω".encode(), b"x" * 90),
+        *(b"(Worker pid=12) ", b"[1,3]<stdout>:", b"server-1  | "),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(parts=st.lists(words, max_size=60), block=st.sampled_from([1, 7, 64, 4096]))
+def test_both_engines_see_what_a_plain_reading_sees(parts: list[bytes], block: int) -> None:
+    data = b"".join(parts)
+    for make in ENGINES:
+        assert scanned(data, make, block=block) == plainly(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=2000))
+def test_any_bytes_are_read(data: bytes) -> None:
+    results = [scanned(data, make, block=64) for make in ENGINES]
+    assert all(found == results[0] for found in results)
+
+
+@engines
+def test_a_line_across_blocks_is_one_line(make: Make) -> None:
+    data = b"first\n" + b"host:77 [3] NCCL INFO provider is efa\n" * 3
+    for block in range(1, 60):
+        assert scanned(data, make, block=block)["provider", (("name", "efa"),)] == (3, 2, 4)
+
+
+@engines
+def test_a_line_of_megabytes_is_read_in_pieces(make: Make) -> None:
+    line = b"x" * 3_000_000 + b" host:7 [1] NCCL " + b"y" * 3_000_000 + b" provider is efa"
+    data = b"one\n" + line + b"\nplain\n"
+    seen = scanned(data, make, block=1 << 16)
+    assert seen["pid", (("host", "host"), ("pid", "7"))] == (1, 2, 2)
+    assert seen["provider", (("name", "efa"),)] == (1, 2, 2)
+    assert seen["plain", ()] == (1, 3, 3)
+
+
+@engines
+def test_an_echo_of_megabytes_is_still_an_echo(make: Make) -> None:
+    data = b"+ echo " + b"x" * 3_000_000 + b" provider is efa\nprovider is tcp\n"
+    assert list(scanned(data, make, block=1 << 16)) == [("provider", (("name", "tcp"),))]
+
+
+@engines
+def test_colour_inside_a_literal_is_stripped_and_lines_stay_the_raw_ones(make: Make) -> None:
+    data = b"a\nb\nprov\x1b[31mider\x1b[0m is efa\nplain\n"
+    seen = scanned(data, make)
+    assert seen["provider", (("name", "efa"),)] == (1, 3, 3)
+    assert seen["plain", ()] == (1, 4, 4)
+
+
+@engines
+def test_memory_does_not_grow_with_the_file(make: Make) -> None:
+    class Endless(io.RawIOBase):
+        left = 64 << 20
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            size = min(len(buffer), self.left)
+            buffer[:size] = b"z" * size
+            self.left -= size
+            return size
+
+    tracemalloc.start()
+    found = scan.scan(Endless(), PROBES, block=1 << 18, make=make)  # type: ignore[arg-type]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.size == 64 << 20
+    assert peak < 4 << 20
+
+
+@engines
+def test_evidence_without_end_is_counted_and_said(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr(scan, "GROUPS", 10)
+    data = b"".join(b"provider is a%d\n" % n for n in range(50))
+    found = scan.scan(io.BytesIO(data), PROBES, make=make)
+    assert len(found.evidence) == 10
+    assert found.overflow == {"provider"}
+
+
+def test_a_probe_without_pattern_takes_its_literal_as_text() -> None:
+    assert scan.probe("x", "a.b[").pattern.pattern == re.escape("a.b[").encode()
+
+
+@pytest.mark.parametrize(
+    ("head", "label", "pid", "rank", "echo"),
+    [
+        (b"vm:1:1 [0] NCCL INFO x", "", "", "", False),
+        (b"(Worker_DP0_EP0 pid=4002) INFO x", "", "4002", "", False),
+        (b"(EngineCore_DP1 pid=3774) (EngineCore_DP0 pid=3773) INFO", "", "3773", "", False),
+        (b"(RayWorkerWrapper pid=7, ip=10.0.0.9) x", "10.0.0.9", "7", "", False),
+        (b"[1,13]<stdout>:x", "", "", "13", False),
+        (b"[1,13]<stderr>: + cat", "", "", "13", True),
+        (b"[rank5]: x", "", "", "5", False),
+        (b"[default3]:x", "", "", "3", False),
+        (b" 4: x", "", "", "4", False),
+        (b"server-1  | x", "server-1", "", "", False),
+        (b"server-1  | + x", "server-1", "", "", True),
+        (b"[pod/lane-0/vllm] x", "lane-0", "", "", False),
+        (b"lane-1 vllm x", "lane-1", "", "", False),
+        (b"2026-11-30T11:00:00.123456789Z + x", "", "", "", True),
+        (b"+ grep -iE 'x'", "", "", "", True),
+        (b"+++ find /tmp", "", "", "", True),
+        (b"+zsh:12> x", "", "", "", True),
+        (b"\x1b[33m+ x", "", "", "", True),
+        (b"\0\0\0+ x", "", "", "", True),
+        (b"Loading 100%\r+ x", "", "", "", True),
+        (b"+1.5 tokens", "", "", "", False),
+        (b"a + b", "", "", "", False),
+    ],
+)
+def test_prefixes(head: bytes, label: str, pid: str, rank: str, echo: bool) -> None:
+    assert prefix.parse(head) == prefix.Prefix(label, pid, rank, echo)
