@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: help setup lanes lint test test-all bench report readme verify-logs clean
+.PHONY: bundle help setup lanes lint test test-all bench report readme verify-logs clean
 
 ##@ Run
 help: ## Print this help
@@ -26,6 +26,11 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
 	  $(if $(PLAN),--plan)
+
+bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
+	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }
+	@exec $(LANEKIT) bundle '$(LANE)' --profile '$(PROFILE)' $(call option,PART_MIB,--part-mib) \
+	  $(call option,DEEPEP_WHEEL,--deepep-wheel) $(call option,PRESENT,--present) $(call option,OUT,--out)
 
 lanes: setup ## List every lane and arm with where it runs
 	@$(LANEKIT) lanes

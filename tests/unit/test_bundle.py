@@ -263,6 +263,7 @@ def test_parts_of_an_earlier_bundle_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_wheel_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_OFFLINE", "1")  # a unit test asks no index
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     wanted = ["no-such-thing==1.0 \\\n    --hash=sha256:" + "0" * 64]
     with pytest.raises(EnvironmentFailed, match="uv tool failed") as caught:
