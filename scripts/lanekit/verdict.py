@@ -105,21 +105,21 @@ class Verdict(msgspec.Struct, frozen=True):
 def decide(checks: Sequence[Check]) -> tuple[Result, str]:
     """The result that follows from the checks, and why in one line.
 
-    Only required checks decide. Nothing required that was met is no verdict: zero checks never
-    pass.
+    Only required checks decide. Zero evidence never passes: at least one line that was required
+    must have been found.
     """
     required = [check for check in checks if check.severity == "required"]
     counted = [check for check in required if not check.waived]
     failed = [check.id for check in counted if check.outcome == "failed"]
     unchecked = [check.id for check in counted if check.outcome == "unchecked"]
     met = [check.id for check in counted if check.outcome == "met"]
+    seen = any(check.first for check in counted if check.group == "transport")
     if failed:
         return "refuted", f"failed: {_listed(failed)}"
-    if unchecked or not met:
-        return (
-            "no verdict",
-            f"could not check: {_listed(unchecked)}" if unchecked else "no evidence",
-        )
+    if unchecked:
+        return "no verdict", f"could not check: {_listed(unchecked)}"
+    if not seen:
+        return "no verdict", "no evidence"
     waived = len(required) - len(counted)
     tail = f", {waived} waived" if waived else ""
     return "proven", f"{len(met)} of {len(required)} required checks met{tail}"

@@ -1,0 +1,354 @@
+"""AIPerf judged from its records: every way a load point can lie, and what stands beside logs."""
+
+import copy
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drops
+import pytest
+
+from lanekit import clock, spec, witness
+from lanekit.errors import ConfigError, Unreadable
+from lanekit.verdict import Check, Verdict
+from lanekit.verify import verify
+
+SUMMARY = "profile_export_aiperf.json"
+RECORDS = "profile_export.jsonl"
+
+
+def check(found: Verdict, name: str) -> Check:
+    return next(x for x in found.checks if x.id == name)
+
+
+def with_cell(root: Path, change: Callable[[Path], None], name: str = "cpu") -> Verdict:
+    """The verdict of a drop whose load point was changed before it was sealed."""
+    drop = drops.drop(root / "d", name)
+    change(drop / "aiperf" / "c4")
+    return verify(drops.seal(drop))
+
+
+def summary(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: drops.edit_json(folder / SUMMARY, **changes)
+
+
+def records(edit: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / RECORDS
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(x) + "\n" for x in edit(found)))
+
+    return change
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / SUMMARY
+        found = json.loads(path.read_text())
+        found["input_config"] |= changes
+        path.write_text(json.dumps(found))
+
+    return change
+
+
+def failed_one(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last record is an error, as AIPerf writes one: without its times."""
+    lines[-1] |= {"error": {"code": 500, "type": "Internal Server Error"}, "metrics": {}}
+    return lines
+
+
+def slower_one(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines[3]["metrics"]["time_to_first_token"]["value"] = 400.0
+    return lines
+
+
+def whole(requests: int, osl: int) -> Callable[[Path], None]:
+    """Another load, alike in summary and records; only the configuration is as planned."""
+
+    def change(folder: Path) -> None:
+        asked = json.loads((folder / SUMMARY).read_text())["input_config"]
+        lines = [drops.record(n, osl=osl) for n in range(requests)]
+        (folder / RECORDS).write_text("".join(json.dumps(x) + "\n" for x in lines))
+        other = drops.summary(requests, 4, osl=osl) | {"input_config": asked}
+        (folder / SUMMARY).write_text(json.dumps(other))
+
+    return change
+
+
+REFUTED = [
+    ("requests", whole(7, 128)),
+    ("output-length", whole(8, 100)),
+    ("requests", summary(request_count={"avg": 7.0})),
+    ("requests", records(lambda x: x[:-1])),
+    ("requests", records(lambda x: [*x, x[0]])),
+    ("requests", records(lambda x: [*x[:-1], x[0]])),
+    ("errors", summary(error_request_count={"avg": 1.0})),
+    ("errors", summary(error_summary=[{"count": 1, "error_details": {"code": 500}}])),
+    ("errors", records(failed_one)),
+    ("cancelled", summary(was_cancelled=True)),
+    ("output-length", records(lambda _: [drops.record(n, osl=100) for n in range(8)])),
+    ("as-planned", summary(aiperf_version="0.9.0")),
+    ("as-planned", config(models={"items": [{"name": "other"}]})),
+    ("as-planned", config(phases=[{"name": "profiling", "requests": 8, "concurrency": 5}])),
+    ("records", summary(output_token_throughput={"avg": 999.0})),
+    ("records", summary(output_token_throughput_per_user={"avg": 999.0})),
+    ("records", summary(time_to_first_token={"p50": 1.0, "p99": 100.0})),
+    ("records", summary(time_to_first_token={"p50": 100.0, "p99": 1.0})),
+    ("records", summary(inter_token_latency={"p50": 1.0, "p99": 10.0})),
+    ("records", summary(inter_token_latency={"p50": 10.0, "p99": 1.0})),
+    ("records", summary(benchmark_duration={"avg": 1.0})),
+    ("records", records(slower_one)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), REFUTED)
+def test_a_load_point_that_lies_is_refuted(
+    tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    found = with_cell(tmp_path, change)
+    assert (found.result, check(found, name).outcome) == ("refuted", "failed")
+
+
+UNCHECKED = [
+    ("requests", summary(request_count=None)),
+    ("errors", summary(error_summary=None)),
+    ("cancelled", summary(was_cancelled=None)),
+    ("as-planned", summary(aiperf_version=None)),
+    ("records", lambda folder: (folder / RECORDS).unlink()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change"), UNCHECKED)
+def test_a_missing_field_is_never_zero(
+    tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    found = with_cell(tmp_path, change)
+    assert found.result != "proven"
+    assert check(found, name).outcome in ("unchecked", "failed")
+
+
+def test_each_load_check_alone_decides(tmp_path: Path) -> None:
+    seen = set()
+    for number, (name, change) in enumerate([*REFUTED, *UNCHECKED]):
+        found = with_cell(tmp_path / str(number), change)
+        bad = [x.id for x in found.checks if x.severity == "required" and x.outcome != "met"]
+        if bad == [name]:
+            seen.add(name)
+    assert seen == {"requests", "errors", "cancelled", "output-length", "as-planned", "records"}
+
+
+def test_an_export_of_0_13_reads_alike(tmp_path: Path) -> None:
+    """Schema 1.4 adds fields and a kind to phases, and takes none away (read 2026-11-30)."""
+
+    def newer(folder: Path) -> None:
+        drops.edit_json(folder / SUMMARY, schema_version="1.4", is_complete=True, extra={"a": [1]})
+        phases = [
+            {"name": "warmup", "kind": "warmup", "requests": 2, "concurrency": 1},
+            {"name": "profiling", "kind": "profiling", "requests": 8, "concurrency": 4},
+        ]
+        config(phases=phases)(folder)
+        warm = copy.deepcopy(drops.record(99))
+        warm["metadata"] |= {"benchmark_phase": "warmup", "phase_index": 0}
+        records(lambda x: [warm, *x])(folder)
+
+    assert with_cell(tmp_path, newer).result == "proven"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(b"\0" * 500)
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+def encoded(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe{}")
+
+
+def wrong_type(path: Path) -> None:
+    path.write_text('{"metadata": 3, "metrics": 4, "request_count": "many"}')
+
+
+@pytest.mark.parametrize("damage", [cut, zeros, deep, encoded, wrong_type])
+@pytest.mark.parametrize("name", [SUMMARY, RECORDS])
+def test_a_damaged_export_is_unreadable(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    with pytest.raises(Unreadable, match=name):
+        with_cell(tmp_path, lambda folder: damage(folder / name))
+
+
+# --- the clock
+
+
+@pytest.mark.parametrize(
+    ("shift", "result"),
+    [
+        (datetime.timedelta(0), "proven"),
+        (datetime.timedelta(days=-1), "refuted"),
+        (datetime.timedelta(hours=3), "refuted"),
+        (datetime.timedelta(minutes=3), "refuted"),
+    ],
+)
+def test_the_log_of_another_run_refutes(
+    tmp_path: Path, shift: datetime.timedelta, result: str
+) -> None:
+    start = datetime.datetime(2026, 11, 30, 11, 10) + shift
+    end = start + datetime.timedelta(minutes=1)
+    times = {"start_time": start.isoformat(), "end_time": end.isoformat()}
+    moved = records(lambda _: [drops.record(n, start=drops.START + shift.total_seconds())
+                               for n in range(8)])  # fmt: skip
+
+    def change(folder: Path) -> None:
+        summary(**times)(folder)
+        moved(folder)
+
+    found = with_cell(tmp_path, change)
+    assert (found.result, check(found, "same-run").outcome) == (
+        result, "met" if result == "proven" else "failed",
+    )  # fmt: skip
+
+
+def test_a_log_in_utc_fits_an_aiperf_in_another_zone(tmp_path: Path) -> None:
+    times = {"start_time": "2026-11-30T06:10:00", "end_time": "2026-11-30T06:11:00"}
+    assert with_cell(tmp_path, summary(**times)).result == "proven"
+
+
+def test_without_a_clock_it_is_noted(tmp_path: Path) -> None:
+    found = with_cell(tmp_path, summary(start_time=None, end_time=None))
+    assert found.result == "proven"
+    assert (check(found, "same-run").outcome, check(found, "same-run").severity) == (
+        "unchecked", "noted",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "moment"),
+    [
+        (b"(APIServer pid=1) INFO 12-31 23:59:58 [x.py:1] a", "2026-12-31T23:59:58"),
+        (b"[07/07/2026-12:23:53] [TRT-LLM] [I] a", "2026-07-07T12:23:53"),
+        (b"[2026-11-30 11:04:52 TP0] a", "2026-11-30T11:04:52"),
+        (b"INFO 13-45 99:00:00 [x]", None),
+        (b"nothing", None),
+    ],
+)
+def test_times_of_lines(line: bytes, moment: str | None) -> None:
+    near = datetime.datetime(2027, 1, 1)
+    found = clock.window(line, b"", near)
+    assert (found.first.isoformat() if found else None) == moment
+
+
+# --- counters, NICs, images
+
+P5EN = spec.profile("p5en-x2")
+PLAN = {"model": {"shape": {"layers": 48, "hidden": 2048, "topk": 8}}}
+
+
+def host(sent: int, nics: int = 16) -> dict[str, Any]:
+    reading = {"tx_bytes": 10, "rdma_write_bytes": 20}
+    after = {"tx_bytes": 10, "rdma_write_bytes": 20 + sent}
+    counters = {"before": {"rdmap0": reading}, "after": {"rdmap0": after}}
+    return {"nics": [f"rdmap{n}" for n in range(nics)], "hw_counters": counters}
+
+
+def witnessed(hosts: dict[str, Any], tokens: int | None = 1000, **plan: Any) -> dict[str, Check]:
+    return {x.id: x for x in witness.checks(hosts, P5EN, tokens, PLAN | plan)}
+
+
+def test_counters_above_the_lower_bound_are_met_and_below_refute() -> None:
+    least = 1000 * 48 * 2048 * (1 - 2**-8)
+    enough = witnessed({"a": host(int(least)), "b": host(1)})
+    assert enough["efa-bytes"].outcome == "met"
+    short = witnessed({"a": host(1000), "b": host(1000)})["efa-bytes"]
+    assert (short.outcome, short.severity) == ("failed", "required")
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        {},
+        {"a": host(1 << 40)},
+        {"a": host(1 << 40), "b": {"nics": []}},
+        {"a": host(1 << 40), "b": host(-5)},
+        {"a": host(1 << 40), "b": {"hw_counters": {"before": {}, "after": {}}}},
+        {"a": host(1 << 40), "b": {"hw_counters": [1]}},
+        {"a": host(1 << 40), "b": {"hw_counters": {"before": {"x": 1}, "after": {"x": 2}}}},
+    ],
+)
+def test_counters_that_are_absent_or_ran_back_could_not_be_checked(hosts: dict[str, Any]) -> None:
+    found = witnessed(hosts)["efa-bytes"]
+    assert (found.outcome, found.severity) == ("unchecked", "noted")
+
+
+def test_without_the_model_s_shape_there_is_no_bound() -> None:
+    found = witnessed({"a": host(1), "b": host(1)}, model={"served_name": "x"})["efa-bytes"]
+    assert found.outcome == "unchecked"
+
+
+def test_a_host_with_fewer_nics_refutes() -> None:
+    found = witnessed({"a": host(1), "b": host(1, nics=15)})["nics"]
+    assert (found.outcome, found.actual) == ("failed", "a: 16, b: 15")
+
+
+def test_an_image_by_tag_refutes() -> None:
+    assert witnessed({}, images={"x": "repo@sha256:0"})["images"].outcome == "met"
+    assert witnessed({}, images={"x": "repo:latest"})["images"].outcome == "failed"
+
+
+def test_facts_of_hosts_are_read_from_the_drop(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d", "v2-efa-proxy")
+    (root / "host").mkdir()
+    (root / "host" / "a.json").write_text(json.dumps(host(1, nics=3)))
+    (root / "host" / "b.json").write_text("{torn")
+    found = verify(drops.seal(root))
+    assert (found.result, check(found, "nics").actual) == ("refuted", "a: 3")
+
+
+# --- waivers
+
+
+def waive(root: Path, text: str) -> Verdict:
+    drop = drops.drop(root / "d", "cpu", lambda x: [*x, drops.hook("vm", 0, 0, 1)])
+    (drop / "waivers.toml").write_text(text)
+    return verify(drop)
+
+
+def test_a_waiver_is_shown_and_counts(tmp_path: Path) -> None:
+    text = '[[waiver]]\ncheck = "no-buffer"\nreason = "known"\nby = "me"\n'
+    found = waive(tmp_path, text)
+    assert (found.result, check(found, "no-buffer").waived) == ("proven", "known (me)")
+    assert "waiver for no-buffer: known (me)" in found.said
+    assert found.reason.endswith("1 waived")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[[waiver]]\ncheck = "files"\nreason = "x"\nby = "me"\n',
+        '[[waiver]]\ncheck = "nonesuch"\nreason = "x"\nby = "me"\n',
+        '[[waiver]]\ncheck = "no-buffer"\nreason = " "\nby = "me"\n',
+        '[[waiver]]\ncheck = "no-buffer"\nreason = "x"\n',
+        "not toml",
+    ],
+)
+def test_a_waiver_needs_a_known_check_a_reason_and_a_name(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        waive(tmp_path, text)
+
+
+def test_everything_waived_proves_nothing(tmp_path: Path) -> None:
+    drop = tmp_path / "trtllm-native-seam"
+    drop.mkdir()
+    (drop / "serve.log").write_text("nothing\n")
+    ids = [x.id for x in verify(drop).checks if x.severity == "required"]
+    lines = (f'[[waiver]]\ncheck = "{name}"\nreason = "x"\nby = "me"\n' for name in ids)
+    (drop / "waivers.toml").write_text("".join(lines))
+    found = verify(drop)
+    assert (found.result, found.reason) == ("no verdict", "no evidence")
