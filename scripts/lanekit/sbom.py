@@ -17,11 +17,10 @@ def of(name: str, held: Contents, digest: str) -> bytes:
     from cyclonedx.schema import OutputFormat, SchemaVersion  # noqa: PLC0415
     from packageurl import PackageURL  # noqa: PLC0415
 
-    bill = Bom(
-        metadata=BomMetaData(
-            component=Component(name=name, version=digest, type=ComponentType.CONTAINER)
-        )
+    image = Component(
+        name=name, version=digest, type=ComponentType.CONTAINER, bom_ref=f"{name}@{digest}"
     )
+    bill = Bom(metadata=BomMetaData(component=image))
     kinds = (("pypi", None, held.packages), ("deb", "debian", held.debian))
     for kind, space, packages in kinds:
         for package, version in packages.items():
@@ -32,6 +31,7 @@ def of(name: str, held: Contents, digest: str) -> bytes:
                     bom_ref=str(where),
                 )
             )  # fmt: skip
+    bill.register_dependency(image, bill.components)
     made = json.loads(
         make_outputter(bill, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string()
     )

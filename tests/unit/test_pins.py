@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import images, pins
+from lanekit import images, paths, pins
 from lanekit.errors import ConfigError
 
 Load = Callable[[str], pins.Pins]
@@ -175,8 +175,8 @@ def test_packages_pinned_twice_are_equal() -> None:
     for name in ("nccl", "nvshmem"):
         pinned = {v.version for s in found.stacks if (v := pins.of_stack(found, s).get(name))}
         for lock in (
-            *pins.paths.LOCKS.glob("*-cu130.txt"),
-            *pins.paths.LOCKS.glob("*-current.txt"),
+            *paths.LOCKS.glob("*-cu130.txt"),
+            *paths.LOCKS.glob("*-current.txt"),
         ):
             if f"{found.pin[name].source}==" in lock.read_text():
                 assert pins.locked(lock, found.pin[name].source) in pinned, lock

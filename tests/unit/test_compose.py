@@ -1,0 +1,92 @@
+"""The Compose file of a plan: what it lets a container do, without a Docker engine."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lanekit import compose, machine, planning
+from lanekit.errors import ConfigError
+from lanekit.plan import Containers, Plan
+
+HELD = Containers(
+    project="lanes-x",
+    images={"server": "sha256:" + "1" * 64, "aiperf": "sha256:" + "2" * 64},
+    user="10001:10001",
+    memory=1 << 30,
+    gpus=0,
+    nics=0,
+)
+
+
+@pytest.fixture
+def plan(bare: machine.Machine, checkout: Path) -> Plan:
+    made = planning.make(planning.Options(lane="vllm", profile="cpu", env=("A=$B",)), bare)
+    return msgspec.structs.replace(made, launcher="compose", containers=HELD)
+
+
+def services(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = compose.document(plan)["services"]
+    return found
+
+
+def test_every_service_and_every_cell_is_there_from_its_own_image(plan: Plan) -> None:
+    found = services(plan)
+    assert set(found) == {"server", *(f"aiperf-{cell}" for cell in plan.cells)}
+    assert found["server"]["image"] == HELD.images["server"]
+    assert found["aiperf-c4"]["image"] == HELD.images["aiperf"]
+    assert found["aiperf-c4"]["profiles"] == ["cell"]  # `up` alone starts the services
+
+
+def test_no_container_is_root_or_may_write_its_root_or_is_without_limits(plan: Plan) -> None:
+    for body in services(plan).values():
+        assert body["user"] == "10001:10001"
+        assert body["read_only"] is True
+        assert body["cap_drop"] == ["ALL"]
+        assert "no-new-privileges:true" in body["security_opt"]
+        assert body["mem_limit"]
+        assert body["pids_limit"]
+        assert body["labels"] == {compose.LABEL: plan.drop}
+        assert body["restart"] == "no"
+
+
+def test_only_a_cells_own_folder_can_be_written(plan: Plan) -> None:
+    for name, body in services(plan).items():
+        writable = [v["source"] for v in body["volumes"] if not v.get("read_only")]
+        cell = name.removeprefix("aiperf-")
+        assert writable == ([] if name == "server" else [f"{plan.drop}/aiperf/{cell}"])
+        assert all(v["type"] == "bind" for v in body["volumes"])  # no volume that could be left
+
+
+def test_secrets_pass_by_name_and_the_hosts_paths_do_not(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    environment = services(plan)["server"]["environment"]
+    assert "HF_TOKEN" in environment
+    assert not any("hf_secret" in each for each in environment)
+    assert not any(each.startswith(("PATH=", "LD_LIBRARY_PATH=")) for each in environment)
+
+
+def test_a_dollar_reaches_the_program(plan: Plan) -> None:
+    assert "A=$$B" in services(plan)["server"]["environment"]
+
+
+def test_gpus_and_nics_are_passed_in_where_the_profile_has_them(plan: Plan) -> None:
+    held = msgspec.structs.replace(HELD, gpus=8, nics=16)
+    body = services(msgspec.structs.replace(plan, containers=held))["server"]
+    assert body["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    assert body["devices"] == ["/dev/infiniband:/dev/infiniband"]
+    assert body["ulimits"] == {"memlock": -1}
+    assert "devices" not in services(plan)["server"]
+
+
+def test_a_drop_of_processes_asks_no_docker(tmp_path: Path) -> None:
+    assert compose.end_the_dead(tmp_path, []) == []
+
+
+def test_an_unknown_launcher_names_the_known_ones(bare: machine.Machine) -> None:
+    with pytest.raises(ConfigError) as error:
+        planning.make(planning.Options(lane="vllm", profile="cpu", launcher="podman"), bare)
+    assert "process, compose" in error.value.remedy

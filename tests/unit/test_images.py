@@ -1,0 +1,171 @@
+"""The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lanekit import contents, images, registry, sbom
+from lanekit.errors import ConfigError, ImageFailed
+
+DIGEST = "sha256:" + "0123456789ab" + "c" * 52
+HELD = images.Contents(
+    system="Debian GNU/Linux 12 (bookworm)",
+    python="3.12.1",
+    libraries={"nccl": "2.30.4", "nvshmem": "3.6.5"},
+    expect={},
+    packages={"vllm": "0.24.0", "torch": "2.11.0", "deep_ep": "2.0.0+b8a69a8"},
+    debian={"libc6": "2.36-9"},
+)
+
+
+def test_the_graph_is_the_one_the_design_draws() -> None:
+    above = images.parents()
+    assert above["transport-v2"] == above["transport-v1"] == "transport-base"
+    for engine in ("vllm", "sglang", "megatron"):
+        assert above[engine] == "transport-v2"
+        assert above[f"{engine}-v1"] == "transport-v1"
+    assert above["trtllm"] == "transport-v2"
+    assert above["nemo-rl"] == "megatron"
+    assert images.ancestors("nemo-rl-v1") == ["megatron-v1", "transport-v1", "transport-base"]
+    assert above["aiperf"] == above["vllm-cpu"] == "slim_base"
+
+
+def test_every_image_has_its_folder_with_a_readme() -> None:
+    for name in images.targets():
+        assert (images.folder(name) / "Dockerfile").is_file()
+        assert (images.folder(name) / "README.md").is_file(), name
+
+
+def test_every_child_ends_with_the_guard_and_every_engine_as_a_user() -> None:
+    for name in images.targets():
+        text = (images.folder(name) / "Dockerfile").read_text()
+        runs = [step for step in text.split("\nRUN ")[1:] if "guard.py" in step]
+        assert "guard.py contents" in runs[-1], name
+        if not name.startswith("transport"):
+            assert "\nUSER lane" in text, name
+            assert "guard.py check" in runs[-1], name
+
+
+def test_the_readme_draws_the_graph_as_it_is() -> None:
+    assert images.mermaid() in (images.IMAGES / "README.md").read_text()
+
+
+def test_bases_are_pinned_by_digest_and_overridden_as_one() -> None:
+    pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]["contexts"]
+    assert "@sha256:" in pinned["slim_base"]
+    given = images.definition("2026-07", images.Roots(base_image="mine:1"))["target"]
+    assert given["aiperf"]["contexts"]["slim_base"] == "docker-image://mine:1"
+    assert given["transport-base"]["contexts"]["cuda_base"] == "docker-image://mine:1"
+
+
+def test_every_argument_of_both_stacks_gets_its_pin() -> None:
+    for stack in ("2026-07", "current"):
+        made = images.definition(stack, images.Roots())["target"]
+        assert made["transport-v2"]["args"]["NCCL_VERSION"]
+        assert made["vllm"]["args"]["VLLM_LOCK"]
+        assert made["transport-base"]["args"]["EFA_SHA256"]
+    assert made["transport-v2"]["args"]["DEEPEP_WHEEL_VERSION"]
+
+
+def test_an_image_sees_only_the_locks_it_names() -> None:
+    place = images.definition("2026-07", images.Roots())["target"]["vllm"]["contexts"]["locks"]
+    assert [path.name for path in Path(place).iterdir()] == ["vllm-cu130.txt"]
+
+
+def test_a_source_is_a_folder_a_file_or_a_url(tmp_path: Path) -> None:
+    archive = tmp_path / "installer.tar.gz"
+    archive.write_bytes(b"x")
+
+    def given(value: str) -> images.Definition:
+        roots = images.roots({"SRC_EFA": value})
+        made: images.Definition = images.definition("2026-07", roots)["target"]["transport-base"]
+        return made
+
+    assert given(str(tmp_path))["contexts"]["src-efa"] == str(tmp_path)
+    staged = Path(given(str(archive))["contexts"]["src-efa"])
+    assert [path.name for path in staged.iterdir()] == ["installer.tar.gz"]
+    by_url = given("https://mirror.example/efa.tar.gz")
+    assert by_url["args"]["EFA_URL"] == "https://mirror.example/efa.tar.gz"
+    assert list(Path(by_url["contexts"]["src-efa"]).iterdir()) == []
+    assert by_url["args"]["EFA_SHA256"]  # another place, the same bytes
+
+
+def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
+    for name in ("ca.pem", "pip.conf"):
+        (tmp_path / name).write_text("")
+    environ = {"CA_BUNDLE": str(tmp_path / "ca.pem"), "PIP_CONFIG": str(tmp_path / "pip.conf")}
+    made = images.definition("2026-07", images.roots(environ))["target"]["aiperf"]
+    assert made["secret"] == [
+        f"id=ca,src={tmp_path / 'ca.pem'}",
+        f"id=pip,src={tmp_path / 'pip.conf'}",
+    ]
+
+
+@pytest.mark.parametrize("option", ["SRC_EFA", "CA_BUNDLE", "PIP_CONFIG"])
+def test_a_root_that_is_not_there_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        images.roots({option: "/nowhere/at/all"})
+
+
+def test_an_unknown_image_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        images.build(["vlm"], "2026-07", images.Roots())
+    assert "vllm" in error.value.remedy
+
+
+def test_a_tag_says_what_the_image_holds() -> None:
+    made = registry.tag(HELD, DIGEST)
+    assert made == "vllm0.24.0-deepep2.0.0-nccl2.30.4-nvshmem3.6.5-0123456789ab"
+
+
+def test_another_build_of_the_same_versions_is_another_tag() -> None:
+    assert registry.tag(HELD, DIGEST) != registry.tag(HELD, DIGEST.replace("0123", "4567"))
+
+
+@pytest.mark.parametrize(
+    ("lock", "said"),
+    [
+        ("", "holds no digest of vllm"),
+        ('{"current": {}}', "holds no digest of vllm"),
+        ('{"2026-07": {"vllm": {"repository": "r", "tag": "t", "digest": "latest", "sbom": ""}}}',
+         "is no digest"),
+    ],
+)  # fmt: skip
+def test_a_missing_or_broken_digest_is_refused(tmp_path: Path, lock: str, said: str) -> None:
+    path = tmp_path / "images.lock"
+    if lock:
+        path.write_text(lock)
+    with pytest.raises(ImageFailed, match=said):
+        registry.pull("vllm", "2026-07", lock=path)
+
+
+def test_a_lock_that_does_not_decode_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images.lock").write_text('{"2026-07": {"vllm": {"digest": 1}}}')
+    with pytest.raises(ConfigError, match=r"images\.lock"):
+        registry.read(tmp_path / "images.lock")
+
+
+def test_the_bill_names_every_package_and_is_the_same_twice() -> None:
+    bill = sbom.of("vllm", HELD, DIGEST)
+    made = json.loads(bill)
+    assert made["bomFormat"] == "CycloneDX"
+    assert made["metadata"]["component"]["version"] == DIGEST
+    purls = {component["purl"] for component in made["components"]}
+    assert {"pkg:pypi/vllm@0.24.0", "pkg:deb/debian/libc6@2.36-9"} <= purls
+    assert bill == sbom.of("vllm", HELD, DIGEST)
+
+
+def test_the_contents_table_is_replaced_and_nothing_else() -> None:
+    text = f"# x\n{contents.BEGIN}\nold\n{contents.END}\nend\n"
+    made = contents.renewed(text, contents.table(HELD, 3_530_000_000))
+    assert "| vllm | 0.24.0 |" in made
+    assert "3.53 GB" in made
+    assert made.startswith("# x\n")
+    assert made.endswith("\nend\n")
+    assert "old" not in made
+
+
+def test_a_readme_without_a_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no contents table"):
+        contents.renewed("# x\n", "")
