@@ -1,0 +1,118 @@
+"""Contracts are strict data: a file that does not fit is refused by name and told what would fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lanekit import contract, paths, spec
+from lanekit.errors import ConfigError
+
+RULE = """
+[rule.one]
+why = "w"
+literal = 'abc '
+pattern = 'abc (?P<x>\\d+)'
+needs = "line"
+source = "s"
+versions = ["v"]
+remedy = "r"
+"""
+CONTRACT = """
+name = "c"
+version = 1
+title = "t"
+fabric = "efa"
+proves = "p"
+unproven = []
+required = ["one"]
+"""
+
+
+def loaded(folder: Path, rules: str = RULE, text: str = CONTRACT) -> contract.Contract:
+    (folder / "rules.toml").write_text(rules)
+    (folder / "c.toml").write_text(text)
+    return contract.load("c", folder)
+
+
+def test_a_good_pair_loads(tmp_path: Path) -> None:
+    found = loaded(tmp_path)
+    assert [(x.id, x.severity) for x in contract.bound(found, tmp_path)] == [("one", "required")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("needs = ", "need = ", "unknown key 'need'"),
+        ('"line"', '"ranky"', "Invalid enum value 'ranky'"),
+        ("(?P<x>", "(?P<x", "bad pattern"),
+        ("'abc '", "'abd '", "literal does not stand in its pattern"),
+        ("'abc '", "''", "literal does not stand in its pattern"),
+        ('needs = "line"', 'needs = "line"\nexpect = { y = "1" }', "does not capture"),
+        ('needs = "line"', 'needs = "line"\nexpect = { x = "$cpus" }', "'$cpus' is not known"),
+        ('why = "w"', "why = 3", "Expected `str`"),
+        ('remedy = "r"', "", "missing required field `remedy`"),
+        ('needs = "line"', 'needs = "line"\nphase = "later"', "Invalid enum value 'later'"),
+    ],
+)
+def test_a_bad_rule_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, RULE.replace(old, new))
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('["one"]', '["two"]', "no rule named 'two'"),
+        ('["one"]', "[]", "require at least one rule"),
+        ('"c"', '"d"', "named as its file is"),
+        ('"efa"', '"ib"', "Invalid enum value 'ib'"),
+        ("version", "versions", "unknown key 'versions'"),
+    ],
+)
+def test_a_bad_contract_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, text=CONTRACT.replace(old, new, 1))
+    assert says in caught.value.message
+
+
+def test_an_unknown_contract_lists_the_known(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        contract.load("nonesuch", tmp_path)
+    assert "Known contracts: c." in caught.value.remedy
+
+
+def test_the_digest_covers_the_rules(tmp_path: Path) -> None:
+    loaded(tmp_path)
+    before = contract.digest("c", tmp_path)
+    loaded(tmp_path, RULE.replace('"r"', '"other"'))
+    assert contract.digest("c", tmp_path) != before
+
+
+def test_every_contract_a_lane_or_a_foreign_drop_names_exists_and_fits_its_profile() -> None:
+    pairs = [(name, where) for x in contract.foreign() for where, name in x.contracts.items()]
+    for lane in spec.lane_names():
+        arms = spec.lane(lane).arms.values()
+        pairs += [(name, where) for arm in arms for where, name in arm.contracts.items()]
+    for name, where in pairs:
+        assert contract.load(name).fabric == spec.profile(where).fabric.kind, (name, where)
+
+
+def test_rules_say_where_they_come_from() -> None:
+    for name, rule in contract.rules().items():
+        assert rule.source.strip(), name
+        assert rule.remedy.strip(), name
+        assert rule.versions, name
+
+
+def test_no_pattern_can_take_forever() -> None:
+    """No nested repetition, the shape that makes a regular expression exponential."""
+    for name, rule in contract.rules().items():
+        assert not re.search(r"[*+]\)[*+]", rule.pattern), name
+
+
+def test_contracts_stand_where_the_checkout_says() -> None:
+    assert paths.CONTRACTS.is_dir()
+    assert {"cpu", "v2-efa-proxy", "v2-nvlink"} <= set(contract.names())
