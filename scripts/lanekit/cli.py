@@ -175,7 +175,7 @@ def _report(_args: argparse.Namespace) -> int:
 
 def _add_patches_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("series", nargs="*", help="folders under patches/, or their beginnings; all when none given")
+    add("series", nargs="*", help="folders under patches/, or how they begin; all by default")
     add("--refresh", action="store_true", help="try the newer bases and say which hunks moved")
     add("--out", default="", help="where to leave the patched trees")
 
