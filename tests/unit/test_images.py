@@ -43,7 +43,7 @@ def test_every_child_ends_with_the_guard_and_every_engine_as_a_user() -> None:
         runs = [step for step in text.split("\nRUN ")[1:] if "guard.py" in step]
         assert "guard.py contents" in runs[-1], name
         if not name.startswith("transport"):
-            assert "\nUSER lane" in text, name
+            assert "\nUSER 10001:10001" in text, name
             assert "guard.py check" in runs[-1], name
 
 
