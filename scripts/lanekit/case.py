@@ -64,7 +64,8 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     if manifest.state == "complete":
         if not isinstance(name, str):
             raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
-        if plan.get("contract_sha256") not in _digests(name):
+        contract.load(name)
+        if plan.get("contract_sha256") != contract.digest(name):
             said = (f"contract {name} has changed since this drop was made; judged by today's",)
     subject = Subject(
         drop, tuple(files), row.lane, row.arm, row.profile, str(name), said, ours=True
@@ -79,7 +80,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         profile=spec.profile(row.profile),
         requests=_total(loads),
         engine_version=_version(plan),
-        served_name=_at(plan, "model", "served_name"),
+        served_name=_text(_at(plan, "model", "served_name")),
     )
     checks += judge.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
@@ -88,26 +89,22 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
 
 
 def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
-    found = _at(plan, "containers", "images")
-    return found if isinstance(found, dict) else {}
+    return _dict(_at(plan, "containers", "images"))
 
 
 def _batch(subject: Subject, plan: Mapping[str, Any], checks: Sequence[Check]) -> Verdict:
     """A lane that ran a program once a cell, judged by what the program recorded."""
     profile = spec.profile(subject.profile)
-    cells = {
-        name: micro.read(subject.root / str(_at(cell, "artifacts")) / micro.NAME)
-        for name, cell in plan["cells"].items()
-    }
+    cells = {}
+    for name, cell in _dict(plan.get("cells")).items():
+        path = subject.root / str(_at(cell, "artifacts")) / micro.NAME
+        if path not in subject.files:
+            raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
+        cells[name] = micro.read(path)
     checks = [*checks, *micro.judge(cells, profile.ranks)]
     found = judged(subject, Facts(profile=profile, requests=None), (), checks)
     rows = (row for name, lines in cells.items() for row in micro.rows(name, lines))
     return msgspec.structs.replace(found, micro=tuple(rows))
-
-
-def _digests(name: str) -> tuple[str, str]:
-    alone = hashlib.sha256(spec.contract_path(name).read_bytes()).hexdigest()
-    return contract.digest(name), alone
 
 
 def _manifest(path: Path) -> Manifest:
@@ -185,8 +182,7 @@ def _sha256(path: Path) -> str:
 
 def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:
     """The load points of a plan, and AIPerf folders that it does not name."""
-    cells = plan.get("cells")
-    cells = cells if isinstance(cells, dict) else {}
+    cells = _dict(plan.get("cells"))
     root = subject.root / "aiperf"
     folders = {_cell_name(root, f): f for f in records.find(subject.root)}
     loads = []
@@ -200,8 +196,8 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
                 concurrency=_int(_at(cell, "concurrency")),
                 requests=_int(_at(cell, "requests")),
                 osl=_int(_at(cell, "osl")),
-                version=_at(plan, "pins", "aiperf"),
-                model=_at(plan, "model", "served_name"),
+                version=_text(_at(plan, "pins", "aiperf")),
+                model=_text(_at(plan, "model", "served_name")),
             )
         )
     return loads, sorted(folders)
@@ -388,8 +384,7 @@ def _total(loads: Iterable[Load]) -> int | None:
 
 def _tokens(plan: Mapping[str, Any]) -> int | None:
     """Tokens in and out over all planned requests."""
-    cells = plan.get("cells")
-    rows = list(cells.values()) if isinstance(cells, dict) else []
+    rows = list(_dict(plan.get("cells")).values())
     parts = [[_int(_at(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
     if not rows or any(number is None for row in parts for number in row):
         return None
@@ -398,15 +393,23 @@ def _tokens(plan: Mapping[str, Any]) -> int | None:
 
 def _version(plan: Mapping[str, Any]) -> str | None:
     """The engine's pinned version; its CPU build has a name of its own."""
-    engine = _at(plan, "engine") or ""
+    engine = str(plan.get("engine"))
     found = _at(plan, "pins", engine) or _at(plan, "pins", f"{engine}-cpu")
-    return found if isinstance(found, str) else None
+    return _text(found)
 
 
 def _at(thing: Any, *path: str) -> Any:
     for step in path:
         thing = thing.get(step) if isinstance(thing, dict) else None
     return thing
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _int(value: Any) -> int | None:

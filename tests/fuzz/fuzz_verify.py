@@ -1,0 +1,190 @@
+"""Coverage-guided fuzzing of what the verifier reads: logs, AIPerf's files, the manifest.
+
+    pip install atheris && python tests/fuzz/fuzz_verify.py TARGET [-runs=N] [-max_total_time=S]
+
+TARGET is scan, records, manifest or verdict. Anything but a LaneError is a finding; so is a
+verdict of "proven" for a drop whose log lacks a rank's evidence. JSON is mutated as a document,
+since bytes hardly ever stay JSON.
+"""
+
+import functools
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+with atheris.instrument_imports(include=["lanekit"]):
+    import drops
+
+    from lanekit import case, contract, judge, logs, prefix, ranks, records, scan, spec
+    from lanekit.errors import LaneError
+    from lanekit.verdict import decide
+
+SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
+ROOT = Path(tempfile.mkdtemp(prefix="fuzz-", dir=SHM))
+RULES = contract.bound(contract.load("v2-efa-proxy"))
+PROBES = [scan.probe(x.id, x.rule.literal, x.rule.pattern) for x in RULES]
+P5EN = spec.profile("p5en-x2")
+GOOD = [line.encode() for line in drops.log("v2-efa-proxy")]
+ODD: list[Any] = [
+    None, "", 0, -1, 1, 1e308, -0.0, 1 << 63, 1 << 70, True, [], {}, [[]], {"avg": None}, "x" * 300,
+    "../../etc/passwd", "\0", {"value": -5}, [{"name": 3}], "complete", "cpu", "v2-efa-proxy",
+]  # fmt: skip
+
+
+@functools.cache
+def engine(literals: tuple[bytes, ...], kind: type[Any]) -> scan.Finder:
+    """Compiled once: compiling takes far longer than reading a small input."""
+    made: scan.Finder = kind(literals) if literals else scan.PythonFinder(())
+    return made
+
+
+def hyperscan(literals: Sequence[bytes]) -> scan.Finder:
+    """The fast finder."""
+    return engine(tuple(literals), scan.HyperscanFinder)
+
+
+def plain(literals: Sequence[bytes]) -> scan.Finder:
+    """The one without a library."""
+    return engine(tuple(literals), scan.PythonFinder)
+
+
+def lines(data: bytes) -> bytes:
+    """A log made of good lines, whole, cut or joined, and of the input's own bytes."""
+    feed = atheris.FuzzedDataProvider(data)
+    parts: list[bytes] = []
+    while feed.remaining_bytes() and len(parts) < 60:
+        line = feed.PickValueInList(GOOD)
+        choice = feed.ConsumeIntInRange(0, 7)
+        if choice == 0:
+            line = line[feed.ConsumeIntInRange(0, len(line)) :]
+        elif choice == 1:
+            line = line[: feed.ConsumeIntInRange(0, len(line))]
+        elif choice == 2:
+            line = feed.ConsumeBytes(40)
+        parts.append(
+            line + feed.PickValueInList([b"\n", b"\n", b"\n", b"\r\n", b"", b"\0\n", b"\x1b[0m\n"])
+        )
+    return b"".join(parts)
+
+
+def mutated(document: Any, feed: Any) -> Any:
+    """A JSON document with one value somewhere in it replaced or removed."""
+    if isinstance(document, dict) and document and feed.ConsumeIntInRange(0, 3):
+        key = feed.PickValueInList(sorted(document))
+        if feed.ConsumeIntInRange(0, 5) == 0:
+            return {k: v for k, v in document.items() if k != key}
+        return document | {key: mutated(document[key], feed)}
+    if isinstance(document, list) and document and feed.ConsumeIntInRange(0, 3):
+        at = feed.ConsumeIntInRange(0, len(document) - 1)
+        return [*document[:at], mutated(document[at], feed), *document[at + 1 :]]
+    return feed.PickValueInList(ODD)
+
+
+def fuzz_scan(data: bytes) -> None:
+    """Any bytes are read, and both engines see the same."""
+    block = 64 << (data[0] % 8 if data else 0)
+    for text in (data, lines(data)):
+        seen = []
+        for make in (plain, hyperscan):
+            found = scan.scan(io.BytesIO(text), PROBES, block=block, make=make)
+            marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
+            numbers = scan.line_numbers(io.BytesIO(text), marks, block=block)
+            assert all(0 < n <= text.count(b"\n") + 1 for n in numbers.values())
+            seen.append({k: (x.count, numbers[x.first]) for k, x in found.evidence.items()})
+        assert seen[0] == seen[1]
+    prefix.parse(data[:256])
+
+
+def fuzz_records(data: bytes) -> None:
+    """AIPerf's files: a good load point with values replaced, or with bytes at the end."""
+    feed = atheris.FuzzedDataProvider(data)
+    summary, rows = drops.summary(8, 4), [drops.record(n) for n in range(8)]
+    for _ in range(feed.ConsumeIntInRange(0, 3)):
+        summary = mutated(summary, feed)
+    for _ in range(feed.ConsumeIntInRange(0, 3)):
+        rows[feed.ConsumeIntInRange(0, 7)] = mutated(rows[0], feed)
+    (ROOT / records.SUMMARY).write_text(json.dumps(summary))
+    tail = feed.ConsumeBytes(20) if feed.ConsumeBool() else b""
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (ROOT / records.RECORDS).write_bytes(text + tail)
+    cell = records.read(ROOT)
+    records.disagreements(cell)
+    load = judge.Load("c4", ".", cell, 4, 8, 128.0, "0.10.0", "tiny")
+    judge.load([load], [])
+    judge.same_run([load], judge.Logs({}, EMPTY, {}, frozenset(), frozenset(), 1, ENDS), whole=True)
+
+
+EMPTY = ranks.join((), 16)
+ENDS = [(drops.BEGIN.encode(), drops.END.encode())]
+
+
+def fuzz_manifest(data: bytes) -> None:
+    """The manifest of a good drop with values replaced: proven only if it still is that drop."""
+    feed = atheris.FuzzedDataProvider(data)
+    document = json.loads(MANIFEST)
+    for _ in range(feed.ConsumeIntInRange(1, 3)):
+        document = mutated(document, feed)
+    (DROP / "manifest.json").write_text(json.dumps(document))
+    found = case.ours(DROP, FILES, {"lane": None, "arm": None, "profile": None})
+    if found.result == "proven":
+        good = json.loads(MANIFEST)
+        assert document["files"] == good["files"]
+        assert document["state"] == "complete"
+        assert document["plan"]["contract"] == good["plan"]["contract"]
+
+
+DROP = drops.drop(ROOT / "drop", "cpu")
+MANIFEST = (DROP / "manifest.json").read_text()
+FILES = list(logs.inside(DROP))
+
+
+def fuzz_verdict(data: bytes) -> None:
+    """A log of good lines without one rank's: never proven, however they are cut and joined."""
+    text = lines(data).replace(b"[7]", b"[6]").replace(b"local_rank=7", b"local_rank=6")
+    (ROOT / "serve.log").write_bytes(text)
+    log = logs.Log(ROOT / "serve.log", "serve.log", "", "serve.log", 0)
+    facts = judge.Facts(P5EN, 8, "0.24.0", "tiny")
+    read = logs.read([log], RULES, P5EN.ranks, make=hyperscan)
+    assert decide(judge.transport(RULES, read, facts))[0] != "proven"
+
+
+def guarded(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """The expected errors are no findings."""
+
+    def run(data: bytes) -> None:
+        try:
+            target(data)
+        except LaneError:
+            return
+
+    return run
+
+
+def main() -> None:
+    """Fuzz the target that the first argument names."""
+    targets = {
+        "scan": fuzz_scan, "records": fuzz_records, "manifest": fuzz_manifest,
+        "verdict": fuzz_verdict,
+    }  # fmt: skip
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in targets:
+        sys.exit(f"usage: fuzz_verify.py {{{','.join(targets)}}} [libFuzzer options]")
+    seeds = ROOT / "seeds"
+    seeds.mkdir()
+    for number, line in enumerate(GOOD[:40]):
+        (seeds / str(number)).write_bytes(line + b"\n")
+    (seeds / "long").write_bytes(bytes(range(256)) * 8)
+    atheris.Setup([*sys.argv, str(seeds)], guarded(targets[name]))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
