@@ -1,0 +1,175 @@
+"""deep_ep/utils/fabric.py, the file that our DeepEP V2 series adds, over made-up /proc and /sys."""
+
+import importlib.util
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lanekit import patches
+
+FILE = "deep_ep/utils/fabric.py"
+RING = b"\x7fELF...Next sequence number is in use...\0"
+PROXY, GDAKI, NONE = 2, 3, 0
+
+
+@pytest.fixture(scope="module", params=["deepep/b306af06", "deepep/dd758caf"])
+def fabric(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module as the series leaves it: only its own file is taken from the patches."""
+    (folder,) = patches.find([request.param])
+    tree = tmp_path_factory.mktemp("tree")
+    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    for patch in sorted(folder.glob("000[12]-*.patch")):
+        only = ["git", "apply", f"--include={FILE}", str(patch)]
+        subprocess.run(only, cwd=tree, check=True, capture_output=True)
+    spec = importlib.util.spec_from_file_location("fabric", tree / FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Host:
+    """A process and a host, as far as the module looks at them."""
+
+    def __init__(self, home: Path) -> None:
+        self.proc, self.sys = home / "proc", home / "sys"
+        (self.proc / "fd").mkdir(parents=True)
+        self.maps: list[str] = ["7f00-7f01 r-xp 00000000 00:00 0"]
+        self.write_maps()
+
+    def write_maps(self) -> None:
+        (self.proc / "maps").write_text("\n".join(self.maps) + "\n")
+
+    def plugin(self, content: bytes, name: str = "libnccl-net-ofi.so") -> None:
+        path = self.proc.parent / name
+        path.write_bytes(content)
+        self.maps.append(f"7f02-7f03 r-xp 00000000 08:01 77                         {path}")
+        self.write_maps()
+
+    def nic(self, number: int, driver: str, *, opened: bool = True, rate: str = "") -> None:
+        device = self.sys / f"devices/pci/{number}"
+        device.mkdir(parents=True)
+        drivers = self.sys / "bus/drivers" / driver
+        drivers.mkdir(parents=True, exist_ok=True)
+        (device / "driver").symlink_to(drivers)
+        verbs = self.sys / f"class/infiniband_verbs/uverbs{number}"
+        verbs.mkdir(parents=True)
+        (verbs / "device").symlink_to(device)
+        if opened:
+            (self.proc / f"fd/{number + 3}").symlink_to(f"/dev/infiniband/uverbs{number}")
+        if rate:
+            port = self.sys / f"class/infiniband/rdma{number}/ports/1"
+            port.mkdir(parents=True)
+            (port.parents[1] / "device").symlink_to(device)
+            (port / "rate").write_text(rate)
+
+    def gpus(self, count: int) -> None:
+        for number in range(count):
+            (self.proc / f"driver/nvidia/gpus/{number}").mkdir(parents=True)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    for key in ("EP_EFA_MAX_QPS", "EP_EFA_RDMA_GBS"):
+        monkeypatch.delenv(key, raising=False)
+    return Host(tmp_path)
+
+
+MaxQps = Callable[[int], int | None]
+
+
+@pytest.fixture
+def max_qps(fabric: ModuleType, host: Host) -> MaxQps:
+    def ask(gin_type: int) -> int | None:
+        found: int | None = fabric.get_max_qps(gin_type, str(host.proc), str(host.sys))
+        return found
+
+    return ask
+
+
+def test_a_proxy_over_efa_with_the_ring_is_capped(host: Host, max_qps: MaxQps) -> None:
+    host.nic(0, "efa")
+    host.plugin(RING)
+    assert max_qps(PROXY) == 2
+
+
+def test_a_plugin_without_the_ring_is_not_capped(host: Host, max_qps: MaxQps) -> None:
+    host.nic(0, "efa")
+    host.plugin(b"\x7fELF... another plugin")
+    assert max_qps(PROXY) is None
+
+
+def test_the_environment_decides_about_the_cap_on_efa(
+    host: Host, max_qps: MaxQps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.nic(0, "efa")
+    host.plugin(RING)
+    monkeypatch.setenv("EP_EFA_MAX_QPS", "9")
+    assert max_qps(PROXY) == 9
+    monkeypatch.setenv("EP_EFA_MAX_QPS", "0")
+    assert max_qps(PROXY) is None
+    monkeypatch.setenv("EP_EFA_MAX_QPS", "-1")
+    with pytest.raises(AssertionError, match="EP_EFA_MAX_QPS must not be negative: -1"):
+        max_qps(PROXY)
+
+
+@pytest.mark.parametrize("gin_type", [NONE, GDAKI, 5])
+def test_only_a_proxy_is_capped(host: Host, max_qps: MaxQps, gin_type: int) -> None:
+    host.nic(0, "efa")
+    host.plugin(RING)
+    assert max_qps(gin_type) is None
+
+
+def test_neither_the_provider_variable_nor_an_unopened_device_decides(
+    host: Host, max_qps: MaxQps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    monkeypatch.setenv("EP_EFA_MAX_QPS", "2")
+    host.plugin(RING)
+    host.nic(0, "efa", opened=False)
+    host.nic(1, "mlx5_core")
+    assert max_qps(PROXY) is None
+
+
+def test_other_mapped_files_and_closed_descriptors_are_passed_over(
+    host: Host, max_qps: MaxQps
+) -> None:
+    host.nic(0, "efa")
+    host.plugin(RING, "libnccl.so.2")
+    host.maps.append("7f04-7f05 r-xp 00000000 08:01 78    /gone/libnccl-net-ofi.so (deleted)")
+    host.write_maps()
+    (host.proc / "fd/9").write_text("not a link")
+    assert max_qps(PROXY) is None
+
+
+def gbs(fabric: ModuleType, host: Host) -> float:
+    found: float = fabric.get_efa_gbs(str(host.proc), str(host.sys))
+    return found
+
+
+def test_the_line_rate_is_shared_among_the_gpus_of_the_host(fabric: ModuleType, host: Host) -> None:
+    for number in range(16):
+        host.nic(number, "efa", rate="200 Gb/sec (4X HDR)\n")
+    host.gpus(8)
+    assert gbs(fabric, host) == 16 * 200 / 8 / 8
+
+
+def test_the_environment_decides_about_the_rate_on_efa_only(
+    fabric: ModuleType, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_EFA_RDMA_GBS", "25")
+    host.nic(0, "mlx5_core", rate="400 Gb/sec (4X NDR)\n")
+    assert gbs(fabric, host) == 0
+    host.nic(1, "efa", rate="100 Gb/sec (4X EDR)\n")
+    assert gbs(fabric, host) == 25
+
+
+def test_a_host_without_a_gpu_directory_does_not_divide_by_zero(
+    fabric: ModuleType, host: Host
+) -> None:
+    host.nic(0, "efa", rate="200 Gb/sec (4X HDR)\n")
+    assert gbs(fabric, host) == 25
