@@ -86,6 +86,7 @@ class Choice(msgspec.Struct, frozen=True):
         """The variables that serve.yaml may name."""
         return {
             "LANE_HOME": str(paths.LANES / self.lane.name),
+            "LANE_CACHE": "/tmp" if self.containers else str(paths.CACHE),
             "LANE_IMAGE": self.containers.images[SERVER] if self.containers else "",
             "LANE_PYTHON": self.environments[SERVER].python,
             "LANE_PORT": str(self.port),

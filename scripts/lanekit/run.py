@@ -116,17 +116,20 @@ class Run:
         begin = time.monotonic()
         load = f"{cell.requests} requests at concurrency {cell.concurrency}"
         self.progress.say(f"{name}: {load if cell.requests else shlex.join(cell.command[1:])}")
-        with interrupt.held():
-            what = f"{self.plan.driver} {name}"
-            task = self._launcher.task(what, cell.command, env, log)
-            self.drop.started(task.process)
+        task = None
         try:
+            with interrupt.held():
+                what = f"{self.plan.driver} {name}"
+                task = self._launcher.task(what, cell.command, env, log)
+                self.drop.started(task.process)
             while (code := task.poll()) is None:
                 self._watch(name, cell, begin)
                 time.sleep(POLL_S)
+            self._launcher.check()  # AIPerf exits 0 when its server died (0.10.0, 2026-11-30)
             outcome = task.outcome(code)
         finally:
-            task.end(grace_s=3)
+            if task is not None:
+                task.end(grace_s=3)
         self.drop.timing(f"cell {name}", time.monotonic() - begin)
         if code != 0:
             raise CellFailed(
@@ -144,7 +147,9 @@ class Run:
                 f"{name}: {_WHO[self.plan.driver]} was not done within its {cell.deadline_s:.0f} s",
                 remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
             )
-        self.progress.now(f"{name}: {spent:.0f} s")
+        logs = self._launcher.logs()
+        served = f", the server's last word: {process.tail(logs[0], 1)}" if logs else ""
+        self.progress.now(f"{name}: {spent:.0f} s{served}")
 
 
 def _launcher(plan: Plan) -> process.Launcher:
