@@ -4,6 +4,7 @@ images/images.lock holds, for each stack and image, where it was pushed and unde
 pull takes the digest and nothing else.
 """
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -145,10 +146,11 @@ def remote(reference: str) -> str:
     Raises:
         ImageFailed: the registry could not be asked, which is not the same as "not there".
     """
-    ask = ("docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}")
+    # `{{.Manifest.Digest}}` alone prints the whole report (buildx 0.13.1, 2026-11-30).
+    ask = ("docker", "buildx", "imagetools", "inspect", "--format", "{{json .Manifest}}")
     asked = subprocess.run([*ask, reference], capture_output=True, text=True, check=False)
     if asked.returncode == 0:
-        return asked.stdout.strip()
+        return str(json.loads(asked.stdout)["digest"])
     if re.search(r"not found|manifest unknown|NAME_UNKNOWN|MANIFEST_UNKNOWN", asked.stderr):
         return ""
     raise ImageFailed(
