@@ -1,0 +1,406 @@
+"""The SGLang and Megatron seams, imported from their patched roots and driven on one rank.
+
+deep_ep is a stand-in that records its calls and does what a world of one rank does. Its signatures
+are those of the DeepEP that the stacks pin. Needs torch, an engine's own dependencies and
+SRC_SGLANG, SRC_MEGATRON_LM or SRC_DEEPEP, the roots; skipped where one of them is missing.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from lanekit import patches
+
+torch: Any = pytest.importorskip("torch")
+
+EXPERTS, TOPK, HIDDEN = 8, 2, 64
+
+
+class Event:
+    """deep_ep's EventHandle and EventOverlap in one."""
+
+    def __init__(self, event: Any = None) -> None:
+        self.event = event
+        self.waited = 0
+
+    def current_stream_wait(self) -> None:
+        self.waited += 1
+
+
+class Handle:
+    """What EPHandle keeps, as far as the seams read it."""
+
+    def __init__(self, topk_idx: Any, num_experts: int, num_sms: int, alignment: int) -> None:
+        self.topk_idx, self.num_experts, self.num_sms = topk_idx, num_experts, num_sms or 20
+        counts = torch.bincount(topk_idx[topk_idx >= 0].flatten(), minlength=num_experts)
+        aligned = (counts + alignment - 1) // alignment * alignment
+        self.num_recv_tokens_per_expert_list = aligned.tolist()
+
+
+class ElasticBuffer:
+    """A world of one rank: dispatch keeps the tokens, combine sums what it is given."""
+
+    made: ClassVar[list["ElasticBuffer"]] = []
+
+    def __init__(  # noqa: PLR0917 - upstream's own signature
+        self,
+        group: Any,
+        num_bytes: Any = None,
+        num_max_tokens_per_rank: Any = 0,
+        hidden: Any = 0,
+        num_topk: Any = 0,
+        use_fp8_dispatch: Any = False,
+        deterministic: Any = False,
+        allow_hybrid_mode: Any = True,
+        allow_multiple_reduction: Any = True,
+        prefer_overlap_with_compute: Any = True,
+        sl_idx: Any = 3,
+        num_allocated_qps: Any = 0,
+        num_cpu_timeout_secs: Any = 300,
+        num_gpu_timeout_secs: Any = 100,
+        explicitly_destroy: Any = False,
+    ) -> None:
+        self.arguments = {key: value for key, value in locals().items() if key != "self"}
+        self.calls: list[dict[str, Any]] = []
+        ElasticBuffer.made.append(self)
+
+    def dispatch(  # noqa: PLR0917 - upstream's own signature
+        self,
+        x: Any,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        cumulative_local_expert_recv_stats: Any = None,
+        num_experts: Any = None,
+        num_max_tokens_per_rank: Any = None,
+        expert_alignment: Any = None,
+        num_sms: Any = 0,
+        num_qps: Any = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: Any = False,
+        allocate_on_comm_stream: Any = False,
+        handle: Any = None,
+        do_handle_copy: Any = True,
+        do_cpu_sync: Any = None,
+        do_expand: Any = False,
+        use_tma_aligned_col_major_sf: Any = False,
+    ) -> Any:
+        self.calls.append({key: value for key, value in locals().items() if key != "self"})
+        assert previous_event is None or allocate_on_comm_stream
+        cap = num_max_tokens_per_rank or self.arguments["num_max_tokens_per_rank"]
+        assert len(x) <= cap, "upstream's kernels would write past the buffer"
+        if handle is None:
+            assert topk_idx.dtype == torch.int64
+            assert topk_weights.dtype == torch.float32
+            handle = Handle(topk_idx, num_experts, num_sms, expert_alignment or 1)
+        else:
+            assert topk_idx is None
+            assert topk_weights is None
+            assert num_sms == handle.num_sms, "0 would ask for a count without num_experts"
+        return x.clone(), handle.topk_idx.clone(), topk_weights, handle, Event()
+
+    def combine(  # noqa: PLR0917 - upstream's own signature
+        self,
+        x: Any,
+        handle: Any,
+        topk_weights: Any = None,
+        bias: Any = None,
+        num_sms: Any = 0,
+        num_qps: Any = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: Any = False,
+        allocate_on_comm_stream: Any = False,
+    ) -> Any:
+        self.calls.append({key: value for key, value in locals().items() if key != "self"})
+        assert previous_event is None or allocate_on_comm_stream
+        assert x.is_contiguous()
+        return x.clone(), topk_weights, Event()
+
+
+class Buffer:
+    """The legacy buffer: a lane of V2 must never construct it."""
+
+    num_sms = 20
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("deep_ep.Buffer constructed")
+
+    @classmethod
+    def set_num_sms(cls, num_sms: int) -> None:
+        cls.num_sms = num_sms
+
+    @staticmethod
+    def capture() -> Event:
+        return Event(Event())
+
+
+@pytest.fixture(autouse=True)
+def deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
+    module.__dict__.update(
+        Buffer=Buffer, ElasticBuffer=ElasticBuffer, Config=SimpleNamespace, utils=utils
+    )
+    utils.__dict__.update(EventHandle=Event, EventOverlap=Event)
+    monkeypatch.setitem(sys.modules, "deep_ep", module)
+    monkeypatch.setitem(sys.modules, "deep_ep.utils", utils)
+    monkeypatch.setattr(ElasticBuffer, "made", [])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process group of one rank, on the CPU."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def patched(name: str, place: Path) -> Path:
+    """The patched root of a series, made from the root that SRC_ names."""
+    (folder,) = patches.find([name])
+    variable = f"SRC_{patches.load(folder).source.name}"
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no root")
+    list(patches.judge(folder, place))
+    return place / name
+
+
+def imported(tree: Path, module: str, package: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of a patched tree, and of nowhere else."""
+    for loaded in [one for one in sys.modules if one.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.syspath_prepend(str(tree))
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        pytest.skip(f"{package} needs what is not here: {error}")
+    assert str(found.__file__).startswith(str(tree))
+    return found
+
+
+def tokens(count: int = 5) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(count, HIDDEN, dtype=torch.bfloat16)
+    topk_idx = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(count)])
+    return x, topk_idx, torch.rand(count, TOPK)
+
+
+@pytest.mark.parametrize("base", ["deepep/b306af06"])
+def test_the_stand_in_takes_what_deep_ep_takes(base: str, tmp_path: Path) -> None:
+    tree = patched(base, tmp_path)
+    source = ast.parse((tree / "deep_ep/buffers/elastic.py").read_text())
+    (real,) = [one for one in source.body if getattr(one, "name", "") == "ElasticBuffer"]
+    assert isinstance(real, ast.ClassDef)
+    theirs = {one.name: one.args for one in real.body if isinstance(one, ast.FunctionDef)}
+    for name in ("__init__", "dispatch", "combine"):
+        ours = list(inspect.signature(getattr(ElasticBuffer, name)).parameters)
+        assert ours == [argument.arg for argument in theirs[name].args]
+
+
+class TestMegatron:
+    """fused_a2a.py over ElasticBuffer."""
+
+    @pytest.fixture(scope="class", params=["megatron-lm/23dd639c", "megatron-lm/d98e8a64"])
+    def tree(self, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+        return patched(request.param, tmp_path_factory.mktemp("megatron"))
+
+    def load(self, tree: Path, monkeypatch: pytest.MonkeyPatch, **env: str) -> Any:
+        monkeypatch.delenv("MCORE_DEEPEP_V2", raising=False)
+        for key, value in env.items():
+            monkeypatch.setenv(key, value)
+        name = "megatron.core.transformer.moe.fused_a2a"
+        return imported(tree, name, "megatron", monkeypatch)
+
+    def test_forward_and_backward(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = self.load(tree, monkeypatch, MCORE_DEEPEP_V2="1")
+        module.set_deepep_num_sms(24)
+        x, topk_idx, probs = tokens()
+        x.requires_grad_()
+        probs.requires_grad_()
+        received, recv_idx, recv_probs, counts, handle = module.fused_dispatch(
+            x, topk_idx, probs, EXPERTS, world, async_finish=True, allocate_on_comm_stream=True
+        )
+        assert torch.equal(recv_idx, topk_idx)
+        assert counts.tolist() == torch.bincount(topk_idx.flatten(), minlength=EXPERTS).tolist()
+        combined, _ = module.fused_combine(received, world, handle)
+        assert torch.equal(combined, x)
+        (combined.float().sum() + (recv_probs * 3).sum()).backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+        assert torch.equal(probs.grad, torch.full_like(probs, 3))
+
+        (buffer,) = ElasticBuffer.made
+        assert buffer.arguments["hidden"] == HIDDEN
+        assert buffer.arguments["num_max_tokens_per_rank"] == 8192
+        first, _, again, _ = buffer.calls
+        assert first["num_experts"] == EXPERTS
+        assert first["num_sms"] == again["num_sms"] == 24
+        assert isinstance(first["previous_event"], Event | None)
+        assert first["async_with_compute_stream"] is True
+        assert first["do_expand"] is False
+        assert again["handle"] is handle
+
+    def test_an_event_waits_only_where_the_comm_stream_allocates(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = self.load(tree, monkeypatch, MCORE_DEEPEP_V2="1")
+        module.fused_dispatch(*tokens(), EXPERTS, world, True, False)
+        assert ElasticBuffer.made[0].calls[0]["previous_event"] is None
+
+    def test_more_tokens_than_the_cap_are_refused(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        env = {"MCORE_DEEPEP_V2": "1", "MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK": "4"}
+        module = self.load(tree, monkeypatch, **env)
+        with pytest.raises(ValueError, match="raise MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK"):
+            module.fused_dispatch(*tokens(), EXPERTS, world)
+
+    def test_the_ranks_agree_on_the_largest_cap(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = self.load(tree, monkeypatch, MCORE_DEEPEP_V2="1")
+
+        def gather(caps: list[Any], cap: int, group: Any) -> None:
+            caps[:] = [cap, 2 * cap]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        module.get_buffer(world, HIDDEN * 2)
+        assert ElasticBuffer.made[0].arguments["num_max_tokens_per_rank"] == 16384
+
+    def test_the_buffer_is_kept_until_it_is_too_small(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = self.load(tree, monkeypatch, MCORE_DEEPEP_V2="1")
+        first = module.get_buffer(world, HIDDEN * 2)
+        assert module.get_buffer(world, HIDDEN) is first
+        assert module.get_buffer(world, HIDDEN * 4) is not first
+
+    def test_switched_off_it_is_upstream(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module = self.load(tree, monkeypatch)
+        monkeypatch.setattr(Buffer, "get_dispatch_config", lambda _: Sizes(), raising=False)
+        monkeypatch.setattr(Buffer, "get_combine_config", lambda _: Sizes(), raising=False)
+        with pytest.raises(AssertionError, match=r"deep_ep\.Buffer constructed"):
+            module.fused_dispatch(*tokens(), EXPERTS, world)
+        assert ElasticBuffer.made == []
+
+    def test_without_elastic_buffer_it_does_not_fall_back(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.load(tree, monkeypatch)
+        monkeypatch.delattr(sys.modules["deep_ep"], "ElasticBuffer")
+        name = "megatron.core.transformer.moe.fused_a2a"
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setenv("MCORE_DEEPEP_V2", "1")
+        with pytest.raises(ImportError, match="ElasticBuffer"):
+            importlib.import_module(name)
+
+
+class Sizes:
+    """A legacy configuration's size hints."""
+
+    def get_nvl_buffer_size_hint(self, *_: int) -> int:
+        return 1
+
+    def get_rdma_buffer_size_hint(self, *_: int) -> int:
+        return 1
+
+
+class TestSGLang:
+    """token_dispatcher/deepep.py over ElasticBuffer."""
+
+    @pytest.fixture(scope="class")
+    def tree(self, tmp_path_factory: Any) -> Path:
+        return patched("sglang/0.5.11", tmp_path_factory.mktemp("sglang"))
+
+    @pytest.fixture
+    def module(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setenv("SGLANG_DEEPEP_USE_V2", "1")
+        monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", "1")
+        if "sglang" in sys.modules:
+            found = importlib.import_module("sglang.srt.layers.moe.token_dispatcher.deepep")
+        else:
+            name = "sglang.srt.layers.moe.token_dispatcher.deepep"
+            found = imported(tree, name, "sglang", monkeypatch)
+        monkeypatch.setattr(found.DeepEPBuffer, "_buffer", None)
+        monkeypatch.setattr(found.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
+        return found
+
+    def dispatcher(self, module: Any, world: Any, mode: str = "normal", **more: bool) -> Any:
+        return module._DeepEPDispatcherImplNormal(
+            async_finish=more.get("async_finish", False),
+            group=world,
+            router_topk=TOPK,
+            permute_fusion=True,
+            num_experts=EXPERTS,
+            num_local_experts=EXPERTS,
+            hidden_size=HIDDEN,
+            params_dtype=torch.bfloat16,
+            deepep_mode=module.DeepEPMode(mode),
+        )
+
+    def round_trip(self, dispatcher: Any, count: int = 5) -> tuple[Any, Any, Any]:
+        x, topk_idx, weights = tokens(count)
+        output = SimpleNamespace(topk_weights=weights, topk_ids=topk_idx.int())
+        received = dispatcher.dispatch_b(*dispatcher.dispatch_a(x, output))
+        combined = dispatcher.combine_b(
+            *dispatcher.combine_a(received.hidden_states, received.topk_ids, received.topk_weights)
+        )
+        return x, received, combined
+
+    @pytest.mark.parametrize("async_finish", [False, True])
+    def test_a_round_trip(self, module: Any, world: Any, async_finish: bool) -> None:
+        dispatcher = self.dispatcher(module, world, async_finish=async_finish)
+        x, received, combined = self.round_trip(dispatcher)
+        assert torch.equal(combined, x)
+        assert received.hidden_states_scale is None
+        assert all(count % 128 == 0 for count in received.num_recv_tokens_per_expert)
+        assert dispatcher.handle is None
+        (buffer,) = ElasticBuffer.made
+        assert buffer.arguments["num_max_tokens_per_rank"] == 128
+        assert buffer.arguments["hidden"] == HIDDEN
+        sent, back = buffer.calls
+        assert sent["num_experts"] == EXPERTS
+        assert sent["expert_alignment"] == 128
+        for call in (sent, back):
+            assert call["async_with_compute_stream"] is async_finish
+            assert (call["previous_event"] is not None) is async_finish
+
+    def test_the_cap_is_the_environments_and_a_larger_batch_is_refused(
+        self, module: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "4")
+        with pytest.raises(ValueError, match=r"5 tokens on one rank.*is 4: raise it on all ranks"):
+            self.round_trip(self.dispatcher(module, world))
+
+    @pytest.mark.parametrize("mode", ["auto", "low_latency"])
+    def test_low_latency_mode_is_refused(self, module: Any, world: Any, mode: str) -> None:
+        with pytest.raises(ValueError, match="needs --deepep-mode normal, not"):
+            self.round_trip(self.dispatcher(module, world, mode))
+
+    def test_switched_off_it_is_upstream(
+        self, module: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("SGLANG_DEEPEP_USE_V2")
+        sizes = SimpleNamespace(
+            num_sms=20, normal_dispatch_config=Sizes(), normal_combine_config=Sizes()
+        )
+        monkeypatch.setattr(module.DeepEPConfig, "_instance", sizes)
+        properties = SimpleNamespace(multi_processor_count=32)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda **_: properties)
+        with pytest.raises(AssertionError, match=r"deep_ep\.Buffer constructed"):
+            self.round_trip(self.dispatcher(module, world))
+        assert ElasticBuffer.made == []
