@@ -31,24 +31,30 @@ Definition = dict[str, Any]
 
 
 class Roots(msgspec.Struct, frozen=True):
-    """What a person put in place of a public root. sources: pin name -> folder, file or URL."""
+    """What a person put in place of a public root.
+
+    sources: pin name -> folder, file or URL. checksums: pin name -> sha256 of a file that is not
+    the pinned one; the image bears the names of both in the label lanes.given.
+    """
 
     base_image: str = ""
     sources: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     ca: str = ""
     pip: str = ""
 
 
 def roots(environ: Mapping[str, str]) -> Roots:
-    """The overridden roots: BASE_IMAGE=, SRC_NAME=, CA_BUNDLE=, PIP_CONFIG=.
+    """The overridden roots: BASE_IMAGE=, SRC_NAME=, SHA256_NAME=, CA_BUNDLE=, PIP_CONFIG=.
 
     Raises:
         ConfigError: one of them names a file or folder that is not there.
     """
-    sources = {k[4:].lower(): v for k, v in environ.items() if k.startswith("SRC_") and v}
+    sources = _named(environ, "SRC_")
     found = Roots(
         base_image=environ.get("BASE_IMAGE", ""),
         sources=sources,
+        checksums=_named(environ, "SHA256_"),
         ca=environ.get("CA_BUNDLE", ""),
         pip=environ.get("PIP_CONFIG", ""),
     )
@@ -57,6 +63,12 @@ def roots(environ: Mapping[str, str]) -> Roots:
         if value and not Path(value).exists():
             raise ConfigError(f"{option}: {value} is not there", remedy="Give a path that exists.")
     return found
+
+
+def _named(environ: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {
+        k.removeprefix(prefix).lower(): v for k, v in environ.items() if k.startswith(prefix) and v
+    }
 
 
 def _is_url(text: str) -> bool:
@@ -117,7 +129,11 @@ def _filled(
     for source, place in given.sources.items():
         if _is_url(place) and f"{source.upper()}_URL" in arguments:
             arguments[f"{source.upper()}_URL"] = place
+    for source, checksum in given.checksums.items():
+        if f"{source.upper()}_SHA256" in arguments:
+            arguments[f"{source.upper()}_SHA256"] = checksum
     secrets = [("ca", given.ca), ("pip", given.pip)]
+    theirs = [*(["base"] if given.base_image else []), *sorted({*sources} & {*given.sources})]
     return {
         "args": arguments,
         "contexts": {
@@ -125,6 +141,7 @@ def _filled(
             **_locks(name, declared, known),
             **{f"src-{source.replace('_', '-')}": place for source, place in sources.items()},
         },
+        "labels": {"lanes.given": " ".join(theirs)},
         "secret": [f"id={key},src={Path(path).resolve()}" for key, path in secrets if path],
     }
 

@@ -91,6 +91,16 @@ def test_a_source_is_a_folder_a_file_or_a_url(tmp_path: Path) -> None:
     assert by_url["args"]["EFA_SHA256"]  # another place, the same bytes
 
 
+def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Path) -> None:
+    environ = {"SRC_EFA": str(tmp_path), "SHA256_EFA": "ab" * 32, "BASE_IMAGE": "mine:1"}
+    made = images.definition("2026-07", images.roots(environ))["target"]
+    assert made["transport-base"]["args"]["EFA_SHA256"] == "ab" * 32
+    assert made["transport-base"]["labels"] == {"lanes.given": "base efa"}
+    assert made["aiperf"]["labels"] == {"lanes.given": "base"}
+    pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]
+    assert pinned["labels"] == {"lanes.given": ""}
+
+
 def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
     for name in ("ca.pem", "pip.conf"):
         (tmp_path / name).write_text("")
