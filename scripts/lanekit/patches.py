@@ -38,7 +38,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A public root. SRC_<name> replaces where it is taken from, not which commit is.
 
     git or pypi: where it stands. base: a commit of 40 digits, or a version. paths: the only files
-    to take of a repository too big to fetch. newer: refs or versions that REFRESH=1 tries.
+    to take of a root that is big or holds more than itself. newer: what REFRESH=1 tries.
     """
 
     name: str
@@ -74,13 +74,14 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """series.toml. tree: the git tree which the series makes of the base."""
+    """series.toml. tree: the git tree which the series makes of the base; unrecorded: why not."""
 
     what: str
     stack: Literal["2026-07", "current"]
     source: Source
     step: tuple[Step, ...]
-    tree: str
+    tree: str = ""
+    unrecorded: str = ""
     gate: tuple[Gate, ...] = ()
 
 
@@ -138,8 +139,10 @@ def _faults(series: Series, folder: Path) -> Iterator[str]:
         yield f"source.base '{source.base}' is not a commit of 40 digits"
     if not source.base.startswith(folder.name):
         yield f"the folder is not named after source.base '{source.base}'"
-    if not COMMIT.fullmatch(series.tree):
+    if series.tree and not COMMIT.fullmatch(series.tree):
         yield f"tree '{series.tree}' is not a git tree of 40 digits"
+    if bool(series.tree) == bool(series.unrecorded):
+        yield "needs tree or, where it cannot be known, unrecorded"
     if not series.step:
         yield "no step"
     yield from _step_faults(series, folder)
@@ -228,9 +231,9 @@ def checkout(source: Source, base: str, picks: Sequence[str] = ()) -> Iterator[P
         _git(scratch, "init", "--quiet")
         try:
             _fill(source, base, picks, override, scratch)
-        except LaneError as error:
+        except (LaneError, OSError, KeyError, zipfile.BadZipFile) as error:
             raise Unreadable(
-                f"{override or source.git or source.pypi} at {base}: {error.message}",
+                f"{override or source.git or source.pypi} at {base}: {error}",
                 remedy=f"Give a path or a URL that holds it: SRC_{source.name}=...",
             ) from error
         yield scratch
@@ -239,12 +242,12 @@ def checkout(source: Source, base: str, picks: Sequence[str] = ()) -> Iterator[P
 def _fill(source: Source, base: str, picks: Sequence[str], override: str, scratch: Path) -> None:
     place = Path(override)
     if override and place.suffix == ".whl" and place.is_file():
-        _commit_files(scratch, lambda: zipfile.ZipFile(place).extractall(scratch))
+        _commit_files(scratch, lambda: _unpack(place, source.paths, scratch))
     elif override and place.is_dir() and not _is_repository(place):
-        _commit_files(scratch, lambda: shutil.copytree(place, scratch, dirs_exist_ok=True))
+        _commit_files(scratch, lambda: _copy(place, source.paths, scratch))
     elif source.pypi and not override:
         wheel = _download(source.pypi, base)
-        _commit_files(scratch, lambda: zipfile.ZipFile(wheel).extractall(scratch))
+        _commit_files(scratch, lambda: _unpack(wheel, source.paths, scratch))
     else:
         _from_repository(source, [base, *picks], override or source.git, scratch)
 
@@ -253,6 +256,19 @@ def _commit_files(scratch: Path, fill: Callable[[], object]) -> None:
     fill()
     _git(scratch, "add", "--all", "--force")
     _git(scratch, "commit", "--quiet", "--message", "the public root")
+
+
+def _unpack(wheel: Path, wanted: Sequence[str], scratch: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(scratch, wanted or None)
+
+
+def _copy(place: Path, wanted: Sequence[str], scratch: Path) -> None:
+    if not wanted:
+        shutil.copytree(place, scratch, dirs_exist_ok=True)
+    for name in wanted:
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(place / name, scratch / name)
 
 
 def _is_repository(place: Path) -> bool:
@@ -280,7 +296,7 @@ def _download(name: str, version: str) -> Path:
         wanted = [*command, *only, *tags, "--platform=any", f"{name}=={version}"]
         done = subprocess.run(wanted, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Unreadable(f"pip download: {done.stderr.strip().splitlines()[-1:]}")
+            raise Unreadable("".join(done.stderr.strip().splitlines()[-1:]) or "pip download")
     return next(cache.glob("*.whl"))
 
 
@@ -418,12 +434,13 @@ def judge(folder: Path, out: Path | None = None) -> Iterator[str]:
     with checkout(series.source, series.source.base, picks) as scratch:
         yield from apply(folder, series, scratch)
         tree = _tree(scratch)
-        if tree != series.tree:
+        if series.tree and tree != series.tree:
             raise Refused(
                 f"the tree is {tree}, series.toml records {series.tree}",
                 remedy="Record the new tree once the steps were tested again.",
             )
-        yield f"tree {tree[:12]} as recorded; series {digest(folder)[:12]}"
+        known = "as recorded" if series.tree else f"not recorded: {series.unrecorded}"
+        yield f"tree {tree[:12]} {known}; series {digest(folder)[:12]}"
         if out is not None:
             target = out / folder.parent.name / folder.name
             shutil.copytree(scratch, target, ignore=shutil.ignore_patterns(".git"))

@@ -235,6 +235,42 @@ def test_only_the_named_paths_of_a_big_repository_are_taken(upstream: Upstream) 
     assert "the tree is" in refusal(folder)
 
 
+def test_only_the_named_paths_of_a_wheel_or_folder_are_taken(
+    upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, plain = tmp_path / "tool-1.0-py3-none-any.whl", tmp_path / "plain"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("src/a.txt", TEXT)
+        archive.writestr("other/b.txt", TEXT)
+    zipfile.ZipFile(wheel).extractall(plain)
+    upstream.folder = upstream.folder.rename(upstream.folder.parent / "1.0")
+    upstream.series(git="", pypi="tool", base="1.0")
+    toml = upstream.folder / "series.toml"
+    text = toml.read_text()
+    for place in (wheel, plain):
+        monkeypatch.setenv("SRC_TOOL", str(place))
+        toml.write_text(text.replace("[source]\n", '[source]\npaths = ["src/a.txt"]\n'))
+        assert list(patches.judge(upstream.folder))
+        toml.write_text(text.replace("[source]\n", '[source]\npaths = ["src/z.txt"]\n'))
+        assert "src/z.txt" in refusal(upstream.folder, Unreadable)
+
+
+def test_a_tree_that_cannot_be_known_says_why(upstream: Upstream) -> None:
+    folder = upstream.series()
+    text = (folder / "series.toml").read_text()
+    why = text.replace(f'tree = "{upstream.tree}"', 'unrecorded = "nobody could fetch it"')
+    (folder / "series.toml").write_text(why)
+    assert "not recorded: nobody could fetch it" in list(patches.judge(folder))[-1]
+
+
+def test_a_broken_wheel_is_unreadable(
+    upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tool.whl").write_bytes(b"not a wheel")
+    monkeypatch.setenv("SRC_TOOL", str(tmp_path / "tool.whl"))
+    assert "not a zip file" in refusal(upstream.series(), Unreadable)
+
+
 @pytest.mark.parametrize("override", ["", "/nowhere/at/all"])
 def test_a_root_that_cannot_be_had_says_how_to_give_one(
     upstream: Upstream, monkeypatch: pytest.MonkeyPatch, override: str
@@ -287,6 +323,7 @@ def test_refresh_refuses_a_ref_that_is_not_there(upstream: Upstream) -> None:
         ({"base": "main"}, "not a commit of 40 digits"),
         ({"base": "e" * 40}, "not named after source.base"),
         ({"tree": "abc"}, "not a git tree of 40 digits"),
+        ({"tree": ""}, "needs tree or, where it cannot be known, unrecorded"),
         ({"branch": "main"}, "unknown key 'branch'"),
     ],
 )

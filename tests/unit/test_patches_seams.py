@@ -1,8 +1,8 @@
-"""The SGLang and Megatron seams, imported from their patched roots and driven on one rank.
+"""The engines' seams, imported from their patched roots and driven on one rank.
 
 deep_ep is a stand-in that records its calls and does what a world of one rank does. Its signatures
 are those of the DeepEP that the stacks pin. Needs torch, an engine's own dependencies and
-SRC_SGLANG, SRC_MEGATRON_LM or SRC_DEEPEP, the roots; skipped where one of them is missing.
+SRC_SGLANG, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; skipped where one is missing.
 """
 
 import ast
@@ -404,3 +404,135 @@ class TestSGLang:
         with pytest.raises(AssertionError, match=r"deep_ep\.Buffer constructed"):
             self.round_trip(self.dispatcher(module, world))
         assert ElasticBuffer.made == []
+
+
+class Communicator:
+    """MPI of one rank, or of several that all say what this one says."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+    def Split(self, _color: int, _key: int) -> "Communicator":
+        return self
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Free(self) -> None:
+        pass
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def bcast(self, value: Any, root: int) -> Any:
+        assert root == 0
+        return value
+
+
+class TestTensorRT:
+    """deep_ep_utils.py over ElasticBuffer, with a stand-in of MPI."""
+
+    MAPPING = SimpleNamespace(pp_rank=0, moe_ep_rank=0)
+
+    @pytest.fixture(scope="class")
+    def tree(self, tmp_path_factory: Any) -> Path:
+        return patched("tensorrt-llm/0.21.0", tmp_path_factory.mktemp("trtllm"))
+
+    def load(self, tree: Path, monkeypatch: pytest.MonkeyPatch, **env: str) -> Any:
+        monkeypatch.delenv("TRTLLM_DEEP_EP_V2", raising=False)
+        for key, value in env.items():
+            monkeypatch.setenv(key, value)
+        utils = SimpleNamespace(local_mpi_size=lambda: 1, mpi_comm=Communicator)
+        mapping = SimpleNamespace(Mapping=SimpleNamespace)
+        for loaded in [one for one in sys.modules if one.split(".")[0] == "tensorrt_llm"]:
+            monkeypatch.delitem(sys.modules, loaded)
+        monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utils)
+        monkeypatch.setitem(sys.modules, "tensorrt_llm.mapping", mapping)
+        monkeypatch.syspath_prepend(str(tree))
+        return importlib.import_module("tensorrt_llm._torch.modules.fused_moe.deep_ep_utils")
+
+    def test_a_round_trip_constructs_at_the_first_dispatch(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert world.size() == 1
+        module = self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1")
+        buffer = module.VariableLengthBuffer(self.MAPPING)
+        with torch.device("meta"):
+            buffer.reserve(HIDDEN, torch.bfloat16)
+        assert ElasticBuffer.made == []
+        x, topk_idx, weights = tokens()
+        received, recv_idx, recv_weights, counts, handle = buffer.dispatch(
+            x, topk_idx, weights.bfloat16(), EXPERTS
+        )
+        assert torch.equal(buffer.combine(received, handle), x)
+        assert torch.equal(recv_idx, topk_idx)
+        assert recv_weights.dtype == torch.float32
+        assert counts == torch.bincount(topk_idx.flatten(), minlength=EXPERTS).tolist()
+        (made,) = ElasticBuffer.made
+        assert made.arguments["hidden"] == HIDDEN
+        assert made.arguments["num_max_tokens_per_rank"] == 8192
+
+    def test_a_larger_reservation_makes_a_larger_buffer(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert world.size() == 1
+        module = self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1")
+        buffer = module.VariableLengthBuffer(self.MAPPING)
+        for size in (HIDDEN, HIDDEN, 2 * HIDDEN, HIDDEN):
+            buffer.reserve(size, torch.bfloat16)
+            buffer.dispatch(*tokens(), EXPERTS)
+        assert [made.arguments["hidden"] for made in ElasticBuffer.made] == [HIDDEN, 2 * HIDDEN]
+
+    def test_more_tokens_than_the_cap_are_refused(
+        self, tree: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert world.size() == 1
+        env = {"TRTLLM_DEEP_EP_V2": "1", "TRTLLM_DEEP_EP_V2_MAX_TOKENS_PER_RANK": "4"}
+        module = self.load(tree, monkeypatch, **env)
+        with pytest.raises(ValueError, match="raise TRTLLM_DEEP_EP_V2_MAX_TOKENS_PER_RANK"):
+            module.VariableLengthBuffer(self.MAPPING).dispatch(*tokens(), EXPERTS)
+
+    @pytest.mark.parametrize("address", ["10.1.2.3", ""])
+    def test_the_process_group_is_made_from_mpi(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch, address: str
+    ) -> None:
+        module = self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1", MASTER_ADDR=address)
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        calls: list[Any] = []
+        made = SimpleNamespace(rank=lambda: 0)
+
+        def init_process_group(_backend: str, **how: Any) -> None:
+            calls.append(how)
+
+        def new_group(ranks: list[int]) -> Any:
+            calls.append(ranks)
+            return made
+
+        monkeypatch.setattr(module, "mpi_comm", lambda: Communicator(4))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+        monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+        monkeypatch.setattr(torch.distributed, "new_group", new_group)
+        assert module._get_ep_group(self.MAPPING) is made
+        assert calls[0]["world_size"] == 4
+        assert calls[0]["rank"] == 0
+        host, port = calls[0]["init_method"].removeprefix("tcp://").split(":")
+        assert host == (address or os.uname().nodename)
+        assert int(port) > 0
+        assert calls[1] == [0, 1, 2, 3]
+
+    def test_switched_off_it_is_upstream(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = self.load(tree, monkeypatch)
+        monkeypatch.setattr(Buffer, "get_dispatch_config", lambda _: Sizes(), raising=False)
+        monkeypatch.setattr(Buffer, "get_combine_config", lambda _: Sizes(), raising=False)
+        with pytest.raises(AssertionError, match=r"deep_ep\.Buffer constructed"):
+            module.VariableLengthBuffer(self.MAPPING).reserve(HIDDEN, torch.bfloat16)
+
+    def test_without_elastic_buffer_it_does_not_fall_back(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(sys.modules["deep_ep"], "ElasticBuffer")
+        with pytest.raises(ImportError, match="ElasticBuffer"):
+            self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1")
