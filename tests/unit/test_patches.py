@@ -149,6 +149,18 @@ def test_a_pick_that_is_already_there_fails(upstream: Upstream) -> None:
     assert "changes nothing, it is already there" in refusal(twice)
 
 
+def test_a_pick_that_the_base_grew_from_is_not_applied_twice(upstream: Upstream) -> None:
+    git(upstream.place, "checkout", "--quiet", "main")
+    added = "".join(f"{line}\n" for line in ("export A=1", "export B=2"))
+    hash_ = commit(upstream.place, "src/env", added, "Adds lines")
+    text = "export C=3\n" * 9 + added.replace("A=1", "A=1 # moved")
+    commit(upstream.place, "src/env", text, "Moves and changes them")
+    folder = upstream.series(STEP | {"pick": hash_}, STEP | {"patch": "0001-ten.patch"})
+    toml = (folder / "series.toml").read_text()
+    (folder / "series.toml").write_text(toml.replace("[source]\n", '[source]\nnewer = ["main"]\n'))
+    assert f"  {hash_[:7]}: changes nothing, it is already there" in list(patches.refresh(folder))
+
+
 def test_a_pick_that_conflicts_names_the_file(upstream: Upstream) -> None:
     git(upstream.place, "checkout", "--quiet", "ours")
     hash_ = commit(upstream.place, "src/a.txt", TEXT.replace("line 10\n", "line X\n"), "clash")
