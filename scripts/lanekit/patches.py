@@ -359,7 +359,7 @@ def resolve(source: Source, ref: str) -> str:
 
 def _pick(scratch: Path, commit: str) -> str:
     """Cherry-pick; returns why it was refused, or nothing."""
-    # Upstream may have moved the lines since: a second application can then fit, and duplicate them.
+    # Where upstream moved the lines since, a second application can fit, and duplicate them.
     ancestor = _git(scratch, "merge-base", "--is-ancestor", commit, "HEAD", check=False)
     if not ancestor.returncode:
         return "changes nothing, it is already there"
