@@ -22,10 +22,10 @@ _FORMS: Final = (
 
 
 class Window(msgspec.Struct, frozen=True):
-    """The first and last moment of something, by its own clock."""
+    """The first and last moment of something, by its own clock; last: None where not stated."""
 
     first: Moment
-    last: Moment
+    last: Moment | None
 
 
 def window(head: bytes, tail: bytes, near: Moment) -> Window | None:
@@ -33,11 +33,8 @@ def window(head: bytes, tail: bytes, near: Moment) -> Window | None:
     that comes nearest to `near`. None when its lines state no time."""
     for form in _FORMS:
         first = next(_moments(form, head, near), None)
-        last = None
-        for last in _moments(form, tail or head, near):  # noqa: B007 - the last one is wanted
-            pass
         if first is not None:
-            return Window(first, max(first, last or first))
+            return Window(first, max(_moments(form, tail, near), default=None))
     return None
 
 
@@ -60,15 +57,19 @@ def _moment(year: int, parts: dict[str, str]) -> Moment | None:
 def outside(load: Window, logs: Sequence[Window], zone: datetime.timedelta) -> str:
     """Why a load point cannot have been served by whoever wrote the logs, or empty.
 
-    zone: AIPerf's offset from UTC; its clock is tried as it is and as UTC.
+    zone: AIPerf's offset from UTC; its clock is tried as it is and as UTC. A log whose end states
+    no time (request lines carry none) is not held to its end.
     """
-    whole = Window(min(x.first for x in logs), max(x.last for x in logs))
+    first = min(x.first for x in logs)
+    lasts = [x.last for x in logs if x.last is not None]
+    last = max(lasts) if len(lasts) == len(logs) else None
     for shift in (datetime.timedelta(0), zone):
-        first, last = load.first - shift, load.last - shift
-        if whole.first - SLACK <= first and last <= whole.last + SLACK:
+        start, end = load.first - shift, (load.last or load.first) - shift
+        if first - SLACK <= start and (last is None or end <= last + SLACK):
             return ""
-    return f"ran {_shown(load)}, the log spans {_shown(whole)}"
+    return f"ran {_shown(load)}, the log spans {_shown(Window(first, last))}"
 
 
 def _shown(found: Window) -> str:
-    return f"{found.first:%m-%d %H:%M:%S} to {found.last:%m-%d %H:%M:%S}"
+    end = f"{found.last:%m-%d %H:%M:%S}" if found.last else "an unknown time"
+    return f"{found.first:%m-%d %H:%M:%S} to {end}"

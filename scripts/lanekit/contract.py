@@ -4,6 +4,7 @@
 `lanes/contracts/foreign.toml` says which contract judges a drop that carries no manifest.
 """
 
+import functools
 import hashlib
 import re
 from pathlib import Path
@@ -19,18 +20,17 @@ FOREIGN: Final = "foreign"
 
 # How often a rule's line must stand in the logs:
 #   ranks     one for each (host, local rank) of the profile, no more and no fewer
-#   hosts     one for each host of the profile
 #   line      at least one
 #   count     exactly as many lines as ranks: for lines that carry no rank
 #   lines     at least as many lines as ranks: for lines that carry no rank
 #   requests  at least as many lines as requests were planned
 #   none      never
-Needs = Literal["ranks", "hosts", "line", "count", "lines", "requests", "none"]
+Needs = Literal["ranks", "line", "count", "lines", "requests", "none"]
 Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
 
 _VARIABLES: Final = frozenset(
-    ("ranks", "hosts", "gpus", "nics", "provider", "fabric", "engine_version", "served_name")
+    ("ranks", "nics", "provider", "fabric", "engine_version", "served_name")
 )
 
 
@@ -110,7 +110,16 @@ def rules(folder: Path = paths.CONTRACTS) -> dict[str, Rule]:
     Raises:
         ConfigError: the file is missing or a rule does not fit its schema.
     """
-    found = toml.load(folder / f"{RULES}.toml", _Rules).rule
+    path = folder / f"{RULES}.toml"
+    try:
+        return _parsed(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", remedy="Restore it.") from error
+
+
+@functools.lru_cache(maxsize=8)  # parsing takes longer than judging a small log
+def _parsed(text: bytes, where: str) -> dict[str, Rule]:
+    found = toml.decode(text, _Rules, where=where).rule
     for name, rule in found.items():
         _check_rule(name, rule)
     return found

@@ -65,8 +65,8 @@ class Facts:
             return wanted
         fabric = self.profile.fabric
         known: dict[str, object] = {
-            "ranks": self.profile.ranks, "hosts": self.profile.hosts, "gpus": self.profile.gpus,
-            "nics": self.profile.nics, "provider": fabric.provider, "fabric": fabric.fabric,
+            "ranks": self.profile.ranks, "nics": self.profile.nics,
+            "provider": fabric.provider, "fabric": fabric.fabric,
             "engine_version": self.engine_version, "served_name": self.served_name,
         }  # fmt: skip
         found = known[wanted[1:]]
@@ -192,15 +192,6 @@ def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judge
     return ("failed" if missing else "met"), expected, actual, missing
 
 
-def _hosts(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
-    want = facts.profile.hosts
-    seen = {ranks.short(dict(x.evidence.values).get("host", x.host)) for x in lines} - {""}
-    expected, actual = f"{want} of {want} hosts", f"{len(seen)} of {want} hosts"
-    if not lines:
-        return _none_seen(rule, logs), expected, "no such line", []
-    return ("met" if len(seen) == want else "failed"), expected, actual, []
-
-
 def _line(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judged:
     count = sum(x.evidence.count for x in lines)
     if not lines:
@@ -239,7 +230,7 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judge
 
 
 _NEEDS: Final = {
-    "ranks": _ranks, "hosts": _hosts, "line": _line, "count": _count, "lines": _count,
+    "ranks": _ranks, "line": _line, "count": _count, "lines": _count,
     "requests": _requests, "none": _none,
 }  # fmt: skip
 

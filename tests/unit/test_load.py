@@ -229,6 +229,16 @@ def test_without_a_clock_it_is_noted(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_a_log_that_ends_in_request_lines_is_not_held_to_its_end(tmp_path: Path) -> None:
+    """Request lines carry no time: 64 KiB of them hide the last one that was stated."""
+    root = drops.drop(tmp_path / "d", "cpu", lambda x: [y for y in x if y != drops.END] + FULL)
+    found = verify(root)
+    assert (found.result, check(found, "same-run").outcome) == ("proven", "met")
+
+
+FULL = [drops.POST] * 2000
+
+
 @pytest.mark.parametrize(
     ("line", "moment"),
     [

@@ -2,6 +2,7 @@
 alone catches, and deleting or weakening it lets one of them pass."""
 
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -9,6 +10,8 @@ from typing import Final
 import drops
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lanekit import contract, judge, logs, scan, spec
 from lanekit.contract import Bound
@@ -271,7 +274,7 @@ def mutants(rule: contract.Rule) -> Iterator[tuple[str, contract.Rule | None]]:
         yield f"any {group}", replace(rule, expect=kept)
     if rule.phase != "any":
         yield "any phase", replace(rule, phase="any")
-    if rule.needs in ("ranks", "hosts", "count", "lines", "requests"):
+    if rule.needs in ("ranks", "count", "lines", "requests"):
         yield "one line is enough", replace(rule, needs="line")
     if rule.needs == "count":
         yield "more lines are as good", replace(rule, needs="lines")
@@ -306,6 +309,37 @@ def test_a_forbidden_line_cannot_be_excluded_where_nccl_is_silent(tmp_path: Path
     rules = contract.bound(contract.load("v1-efa"))
     silent = drop_all("NCCL INFO")(drops.log("v1-efa"))
     assert result(silent, "v1-efa", rules, tmp_path) == "no verdict"
+
+
+FLEET: Final = [(h, i) for h in (HOST, "ip-10-0-0-2") for i in range(8)]
+EVIDENCE: Final = (PROVIDER, "Assigned NET", "Assigned GIN", "devCommCreate", HOOK)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_proven_exactly_when_every_rank_has_every_line_in_time(data: st.DataObject) -> None:
+    """Lines lost, repeated and reordered: the verdict is what a plain count of ranks says."""
+    lines = drops.log("v2-efa-proxy")
+    lost = data.draw(st.sets(st.integers(0, len(lines) - 1), max_size=2))
+    kept = [line for n, line in enumerate(lines) if n not in lost]
+    again = data.draw(st.lists(st.sampled_from(lines), max_size=5))
+    places = [data.draw(st.integers(0, len(kept))) for _ in again]
+    for line, place in zip(again, places, strict=True):
+        kept.insert(place, line)
+    if data.draw(st.booleans()):
+        kept = data.draw(st.permutations(kept))
+    first = next((n for n, line in enumerate(kept) if "POST" in line), len(kept))
+    early = {HOOK: kept[:first]}
+    whole = all(
+        any(text in x and f"[{i}]" in x.replace(f"local_rank={i} ", f"[{i}]") and host in x
+            for x in early.get(text, kept))
+        for text in EVIDENCE
+        for host, i in FLEET
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        rules = contract.bound(contract.load("v2-efa-proxy"))
+        found = result(kept, "v2-efa-proxy", rules, Path(folder))
+    assert (found == "proven") == whole
 
 
 @pytest.mark.parametrize("name", contract.names())
