@@ -137,6 +137,7 @@ def _first(plan: Plan) -> Manifest:
         git=git(),
         environment={k: v for k, v in known.items() if not any(s in k.upper() for s in SECRET)},
         runner=here,
+        patches=plan.patches,
         images=plan.containers.images if plan.containers else {},
     )
 

@@ -83,7 +83,7 @@ class Containers(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A frozen run. Names and units are as in lanekit.spec."""
+    """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256."""
 
     schema: int = SCHEMA
     lane: str
@@ -107,6 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     services: tuple[Service, ...]
     cells: dict[str, CellPlan]
     pins: dict[str, str]
+    patches: dict[str, str]
     inherited: tuple[str, ...]
     drop: str
     torch_index: str

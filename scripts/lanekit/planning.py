@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from lanekit import contract, images, machine, paths, spec
+from lanekit import contract, images, machine, patches, paths, spec
 from lanekit.errors import ConfigError
 from lanekit.plan import INHERITED, CellPlan, Containers, Environment, ModelPlan, Plan, Service
 
@@ -108,6 +108,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
     lane, profile = chosen.lane, chosen.profile
     name = spec.arm(lane, chosen.arm, profile.name).contracts[profile.name]
     batch = lane.workload.driver == "batch"
+    wanted_patches = lane.arms[chosen.arm].patches
     wanted = spec.cells(lane, options.cells)
     return Plan(
         lane=lane.name,
@@ -130,6 +131,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         environments=chosen.environments,
         services=() if batch else services(chosen.serve, chosen.values(), chosen.env, chosen.host),
         cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
+        patches={each: patches.digest(patches.PATCHES / each) for each in wanted_patches},
         pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments),
         inherited=INHERITED,
         drop=str(chosen.drop),
@@ -315,6 +317,7 @@ def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
     GPU telemetry and server metrics are off: they are traffic beside the measured one.
     """
     load, folder = chosen.lane.workload, f"aiperf/{name}"
+    arm = chosen.lane.arms[chosen.arm]
     command = (
         str(Path(chosen.environments[AIPERF].python).with_name("aiperf")), "profile",
         "--model", chosen.model.served_name,
@@ -332,6 +335,7 @@ def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
         "--no-gpu-telemetry", "--no-server-metrics",
         "--artifact-dir", str(chosen.drop / folder),
         "--ui", "none",
+        *(("--warmup-request-count", str(arm.warmup)) if arm.warmup else ()),
     )  # fmt: skip
     return CellPlan(
         command=command,

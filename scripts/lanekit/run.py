@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from lanekit import (
     interrupt,
     machine,
     model,
+    patches,
     paths,
     process,
     render,
@@ -220,6 +222,8 @@ def _prepare(run: Run) -> None:
         model.ensure(Path(plan.model.path))
     elif Path(plan.model.path).is_absolute():
         model.check(Path(plan.model.path))
+    for series in plan.patches:
+        _require_patched(series, plan.environments["server"].python)
     drop.timing("install", time.monotonic() - begin)
     here = machine.read()
     drop.write(f"host/{here.host}.json", msgspec.json.format(msgspec.json.encode(here)))
@@ -230,6 +234,19 @@ def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:
         envs.spec(name), paths.CACHE / "envs", torch_index=torch_index or None, say=say
     )
     say(f"environment {name}: {built.note or 'ready'}")
+
+
+def _require_patched(series: str, python: str) -> None:
+    """The engine must hold what the gates of a series look for: an arm is nothing without it."""
+    ask = (python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    site = Path(subprocess.check_output(ask, text=True).strip())
+    for gate in patches.load(patches.PATCHES / series).gate:
+        held = site / gate.path
+        if not held.is_file() or gate.text not in held.read_text(errors="replace"):
+            raise ConfigError(
+                f"{held} does not hold series {series}",
+                remedy="patches/README.md says how to apply it.",
+            )
 
 
 def _record(drop: drops.Drop, error: BaseException) -> None:

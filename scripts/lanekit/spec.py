@@ -81,7 +81,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     contracts: profile name -> contract name; its keys are the profiles the arm fits.
     args: appended to the engine's command. env: variable -> value, each read by the component
-    that `reads` names.
+    that `reads` names. warmup: AIPerf requests before each cell that no figure counts. patches:
+    our series (folders of patches/) that the engine must hold.
     """
 
     title: str
@@ -89,6 +90,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
     reads: dict[str, str] = {}
+    warmup: int = 0
+    patches: tuple[str, ...] = ()
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
