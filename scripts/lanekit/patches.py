@@ -49,8 +49,23 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     newer: tuple[str, ...] = ()
 
 
+class Fetched(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A patch that stands in somebody's public file, taken at build time and never kept here.
+
+    The lines between the first that ends with `begin` and the next that is `end`, by their sha256.
+    """
+
+    name: str
+    git: str
+    commit: str
+    path: str
+    begin: str
+    end: str
+    sha256: str
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One change: a `patch` of ours or an upstream commit to `pick`.
+    """One change: a `patch` of ours, an upstream commit to `pick`, or a patch to be `fetched`.
 
     upstream: issue or pull request and its state. switch: how to turn it off. tested: what was run
     and seen. drop: when it is no longer needed.
@@ -63,7 +78,14 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drop: str
     patch: str = ""
     pick: str = ""
+    fetched: Fetched | None = None
     switch: str = ""
+
+    @property
+    def label(self) -> str:
+        """What a report calls the step."""
+        fetched = f"{self.fetched.name} patch" if self.fetched else ""
+        return self.patch or self.pick[:7] or fetched
 
 
 class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,8 +172,8 @@ def _faults(series: Series, folder: Path) -> Iterator[str]:
 
 def _step_faults(series: Series, folder: Path) -> Iterator[str]:
     for number, step in enumerate(series.step, 1):
-        if bool(step.patch) == bool(step.pick):
-            yield f"step {number} needs patch or pick, and not both"
+        if [bool(step.patch), bool(step.pick), bool(step.fetched)].count(True) != 1:
+            yield f"step {number} needs one of patch, pick and fetched"
         elif step.pick and not COMMIT.fullmatch(step.pick):
             yield f"step {number} picks '{step.pick}', not a commit of 40 digits"
         elif step.pick and (series.source.pypi or series.source.paths):
@@ -214,6 +236,10 @@ def _git(folder: Path, *command: str, check: bool = True) -> subprocess.Complete
     return done
 
 
+def _override(name: str) -> str:
+    return os.environ.get(f"SRC_{name}", "")
+
+
 def _tree(scratch: Path) -> str:
     return _git(scratch, "rev-parse", "HEAD^{tree}").stdout.strip()
 
@@ -225,7 +251,7 @@ def checkout(source: Source, base: str, picks: Sequence[str] = ()) -> Iterator[P
     Raises:
         Unreadable: the root cannot be fetched or read, or does not hold the commits.
     """
-    override = os.environ.get(f"SRC_{source.name}", "")
+    override = _override(source.name)
     with tempfile.TemporaryDirectory(prefix="patches-") as name:
         scratch = Path(name)
         _git(scratch, "init", "--quiet")
@@ -302,11 +328,7 @@ def _download(name: str, version: str) -> Path:
 
 def _from_repository(source: Source, commits: Sequence[str], where: str, scratch: Path) -> None:
     """Take the commits from a repository by sharing its objects; only `paths` are copied out."""
-    local = Path(where)
-    store = local if local.is_dir() else _fetched(source, commits, where)
-    for commit in commits:
-        if _git(store, "cat-file", "-e", f"{commit}^{{commit}}", check=False).returncode:
-            raise Unreadable(f"does not hold commit {commit}")
+    store = _store(where, commits, lazily=bool(source.paths))
     if source.paths:
         _commit_files(scratch, lambda: _copy_out(store, commits[0], source.paths, scratch))
         return
@@ -320,6 +342,16 @@ def _from_repository(source: Source, commits: Sequence[str], where: str, scratch
     _git(scratch, "checkout", "--quiet", "--detach", commits[0])
 
 
+def _store(where: str, commits: Sequence[str], *, lazily: bool) -> Path:
+    """A repository on this machine that holds the commits: the one named, or our copy of it."""
+    local = Path(where)
+    store = local if local.is_dir() else _fetched(where, commits, lazily=lazily)
+    for commit in commits:
+        if _git(store, "cat-file", "-e", f"{commit}^{{commit}}", check=False).returncode:
+            raise Unreadable(f"does not hold commit {commit}")
+    return store
+
+
 def _copy_out(store: Path, commit: str, wanted: Sequence[str], scratch: Path) -> None:
     archive = scratch / ".git/root.tar"
     _git(store, "archive", "--format=tar", f"--output={archive}", commit, "--", *wanted)
@@ -327,7 +359,7 @@ def _copy_out(store: Path, commit: str, wanted: Sequence[str], scratch: Path) ->
         tar.extractall(scratch, filter="data")
 
 
-def _fetched(source: Source, commits: Sequence[str], url: str) -> Path:
+def _fetched(url: str, commits: Sequence[str], *, lazily: bool) -> Path:
     """A repository of our own that holds the commits of a remote one, and their parents."""
     cache = paths.CACHE / "patches" / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.git"
     if not cache.is_dir():
@@ -337,8 +369,8 @@ def _fetched(source: Source, commits: Sequence[str], url: str) -> Path:
     held = [_git(cache, "cat-file", "-e", f"{one}^{{commit}}", check=False) for one in commits]
     missing = [one for one, done in zip(commits, held, strict=True) if done.returncode]
     if missing:
-        lazily = ["--filter=blob:none"] if source.paths else []
-        _git(cache, "fetch", "--quiet", "--no-tags", "--depth=2", *lazily, "origin", *missing)
+        some = ["--filter=blob:none"] if lazily else []
+        _git(cache, "fetch", "--quiet", "--no-tags", "--depth=2", *some, "origin", *missing)
     return cache
 
 
@@ -350,7 +382,7 @@ def resolve(source: Source, ref: str) -> str:
     """
     if source.pypi or COMMIT.fullmatch(ref):
         return ref
-    where = os.environ.get(f"SRC_{source.name}", "") or source.git
+    where = _override(source.name) or source.git
     listed = _git(paths.ROOT, "ls-remote", where, ref, f"refs/tags/{ref}^{{}}").stdout.split()
     if not listed:
         raise Unreadable(f"{where} has no ref {ref}", remedy="Correct `newer` in series.toml.")
@@ -386,8 +418,40 @@ def _apply(scratch: Path, patch: Path) -> list[Hunk]:
         if not refused:
             raise Refused(f"{patch.name}: {trial.stderr.strip()}", remedy="Write it again.")
         return refused
-    _git(scratch, "am", "--quiet", str(patch))
+    _git(scratch, "apply", "--index", str(patch))
+    _git(scratch, "commit", "--quiet", "--allow-empty", "--message", patch.name)
     return found
+
+
+@contextmanager
+def _patch(folder: Path, step: Step) -> Iterator[Path]:
+    """The patch of a step: a file of the series, or what is fetched for the moment.
+
+    Raises:
+        Unreadable: the patch cannot be fetched. Refused: it is another one than recorded.
+    """
+    if step.fetched is None:
+        yield folder / step.patch
+        return
+    where = step.fetched
+    place = _override(where.name) or where.git
+    try:
+        store = _store(place, [where.commit], lazily=True)
+        text = _git(store, "show", f"{where.commit}:{where.path}").stdout
+    except Unreadable as error:
+        remedy = f"Give a path or a URL that holds it: SRC_{where.name}=..."
+        raise Unreadable(f"{place}: {error.message}", remedy=remedy) from error
+    body = re.search(
+        rf"^.*{re.escape(where.begin)}$\n(.*?)^{re.escape(where.end)}$", text, re.M | re.S
+    )
+    found = hashlib.sha256(body[1].encode()).hexdigest() if body else "nothing"
+    if body is None or found != where.sha256:
+        message = f"{step.label}: sha256 is {found}, series.toml records {where.sha256}"
+        raise Refused(message, remedy="Read what changed there before recording it.")
+    with tempfile.TemporaryDirectory(prefix="patches-") as name:
+        patch = Path(name) / "fetched.patch"
+        patch.write_text(body[1])
+        yield patch
 
 
 def apply(folder: Path, series: Series, scratch: Path) -> Iterator[str]:
@@ -401,16 +465,18 @@ def apply(folder: Path, series: Series, scratch: Path) -> Iterator[str]:
             raise Refused(f"{gate.path} holds '{gate.text}' before any step", remedy=_NO_PROOF)
     for step in series.step:
         before = _tree(scratch)
-        name = step.patch or step.pick[:7]
         if step.pick:
             if reason := _pick(scratch, step.pick):
-                raise Refused(f"{name} {reason}", remedy="Take the step out, or pick another.")
-        elif moved := _apply(scratch, folder / step.patch):
-            raise Refused(f"{name}: {'; '.join(map(str, moved))}", remedy=_REGENERATE)
+                raise Refused(f"{step.label} {reason}", remedy="Take the step out.")
+        else:
+            with _patch(folder, step) as patch:
+                moved = _apply(scratch, patch)
+            if moved:
+                raise Refused(f"{step.label}: {'; '.join(map(str, moved))}", remedy=_REGENERATE)
         if _tree(scratch) == before:
-            raise Refused(f"{name} changes nothing", remedy="Take the step out of series.toml.")
+            raise Refused(f"{step.label} changes nothing", remedy="Take the step out.")
         counted = _git(scratch, "show", "--shortstat", "--format=").stdout.strip()
-        yield f"{'picked' if step.pick else 'applied'} {name}: {counted}"
+        yield f"{'picked' if step.pick else 'applied'} {step.label}: {counted}"
     for gate in series.gate:
         if not _holds(scratch, gate):
             raise Refused(f"{gate.path} does not hold '{gate.text}'", remedy=_NO_PROOF)
@@ -466,13 +532,14 @@ def refresh(folder: Path) -> Iterator[str]:
         yield f"on {ref} ({base[:12]}):"
         with checkout(series.source, base, picks) as scratch:
             for step in series.step:
-                yield f"  {step.patch or step.pick[:7]}: {_try(folder, step, scratch)}"
+                yield f"  {step.label}: {_try(folder, step, scratch)}"
 
 
 def _try(folder: Path, step: Step, scratch: Path) -> str:
     if step.pick:
         return _pick(scratch, step.pick) or "fits"
-    found = _apply(scratch, folder / step.patch)
+    with _patch(folder, step) as patch:
+        found = _apply(scratch, patch)
     return "; ".join(map(str, found)) or "fits"
 
 

@@ -1,6 +1,7 @@
 """The patch tool, driven on small git repositories made here."""
 
 import copy
+import hashlib
 import os
 import shutil
 import subprocess
@@ -346,8 +347,8 @@ def test_a_wrong_source_is_refused(upstream: Upstream, changes: dict[str, str], 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({}, "needs patch or pick, and not both"),
-        ({"patch": "0001-ten.patch", "pick": "a" * 40}, "needs patch or pick, and not both"),
+        ({}, "needs one of patch, pick and fetched"),
+        ({"patch": "0001-ten.patch", "pick": "a" * 40}, "needs one of patch, pick and fetched"),
         ({"pick": "a1b2c3d"}, "not a commit of 40 digits"),
         ({"patch": "0002-none.patch"}, "which is not in the folder"),
         ({"patch": "0001-ten.patch", "switch": ""}, "how to switch it off"),
@@ -372,6 +373,55 @@ def test_a_digest_follows_the_series_and_its_patches(upstream: Upstream) -> None
     patch = folder / "0001-ten.patch"
     patch.write_text(patch.read_text() + "\n")
     assert patches.digest(folder) != before
+
+
+def fetched(upstream: Upstream, text: str, sha256: str = "") -> Path:
+    """A series whose only step is a patch that stands in a script of the root itself."""
+    patch = (upstream.folder / "0001-ten.patch").read_text()
+    patch = patch[patch.index("diff --git") :]
+    script = text.replace("@", patch)
+    hash_ = commit(upstream.place, "setup.sh", script, "a script that carries the patch")
+    folder = upstream.series(STEP)
+    (folder / "0001-ten.patch").unlink()
+    lines = {
+        "name": "TOOL", "git": "https://git.example.invalid/tool", "commit": hash_,
+        "path": "setup.sh", "begin": "<<'END'", "end": "END",
+        "sha256": sha256 or hashlib.sha256(patch.encode()).hexdigest(),
+    }  # fmt: skip
+    more = ["[step.fetched]", *(f'{key} = "{value}"' for key, value in lines.items())]
+    with (folder / "series.toml").open("a") as stream:
+        stream.write("\n".join(more) + "\n")
+    return folder
+
+
+def test_a_patch_can_be_fetched_out_of_a_public_script(upstream: Upstream) -> None:
+    folder = fetched(upstream, "#!/bin/sh\ncat >a.patch <<'END'\n@END\ngit apply a.patch\n")
+    assert next(patches.judge(folder)).startswith("applied TOOL patch: 1 file changed")
+    assert [one.name for one in folder.iterdir()] == ["series.toml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sha256", "fault"),
+    [
+        ("cat <<'END'\n@END\n", "0" * 64, f"series.toml records {'0' * 64}"),
+        ("cat <<'END'\n@# one more\nEND\n", "", "sha256 is"),
+        ("cat <<'STOP'\n@STOP\n", "", "sha256 is nothing"),
+    ],
+)
+def test_a_fetched_patch_that_changed_is_refused(
+    upstream: Upstream, text: str, sha256: str, fault: str
+) -> None:
+    assert fault in refusal(fetched(upstream, text, sha256))
+
+
+def test_a_fetched_patch_that_cannot_be_had_says_how_to_give_it(upstream: Upstream) -> None:
+    folder = fetched(upstream, "cat <<'END'\n@END\n")
+    toml = (folder / "series.toml").read_text()
+    more = toml.replace('[step.fetched]\nname = "TOOL"', '[step.fetched]\nname = "OTHER"')
+    (folder / "series.toml").write_text(more.replace("https://git.example.invalid", "/nowhere"))
+    with pytest.raises(Unreadable) as error:
+        list(patches.judge(folder))
+    assert "SRC_OTHER=" in error.value.remedy
 
 
 def test_the_command_reports_every_series_and_ends_as_the_worst(
