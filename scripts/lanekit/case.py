@@ -60,13 +60,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
                 remedy=f"Leave --{option} away: a drop with a manifest is judged by it.",
             )
     name = plan.get("contract")
-    said: tuple[str, ...] = ()
-    if manifest.state == "complete":
-        if not isinstance(name, str):
-            raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
-        contract.load(name)
-        if plan.get("contract_sha256") != contract.digest(name):
-            said = (f"contract {name} has changed since this drop was made; judged by today's",)
+    said = _contract_said(drop, manifest) if manifest.state == "complete" else ()
     subject = Subject(
         drop, tuple(files), row.lane, row.arm, row.profile, str(name), said, ours=True
     )
@@ -86,6 +80,25 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
     checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
     return judged(subject, facts, loads, checks)
+
+
+def _contract_said(drop: Path, manifest: Manifest) -> tuple[str, ...]:
+    """What a reader must know about the contract that the plan names."""
+    name, row = manifest.plan.get("contract"), manifest.row
+    if not isinstance(name, str):
+        raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
+    contract.load(name)
+    said = []
+    if manifest.plan.get("contract_sha256") != contract.digest(name):
+        said.append(f"contract {name} has changed since this drop was made; judged by today's")
+    with contextlib.suppress(ConfigError):
+        arm = spec.lane(row.lane).arms.get(row.arm)
+        usual = arm.contracts.get(row.profile) if arm else None
+        if usual not in (None, name):
+            said.append(
+                f"the lane judges {row.arm} on {row.profile} by {usual}, the plan by {name}"
+            )
+    return tuple(said)
 
 
 def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:

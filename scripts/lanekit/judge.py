@@ -105,7 +105,7 @@ def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
         outcome, actual = "failed", f"{actual}; {wrong[0]}"
     if every and not lines and rule.needs != "none":
         outcome, actual = "failed", f"lines, but none {rule.phase.replace('_', ' ')}"
-    if bound.id in logs.overflow and rule.needs != "none":
+    if bound.id in logs.overflow:  # then some of its lines are not kept, forbidden ones included
         outcome, actual = "failed", f"{actual}; more different lines than any run prints"
     places = _span(lines or every)
     return Check(
@@ -178,9 +178,8 @@ def _none_seen(rule: Rule, logs: Logs) -> Outcome:
 def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
     want = facts.profile.ranks
     expected = f"{want} of {want} ranks"
-    found = [ranks.key(x.evidence, logs.known, x.host) for x in lines]
-    whole = ranks.untorn(k for k in found if k is not None)
-    seen = set(whole.values())
+    found = {ranks.key(x.evidence, logs.known, x.host) for x in lines}
+    seen = ranks.untorn({key for key in found if key is not None}, facts.profile.hosts)
     if not lines:
         return _none_seen(rule, logs), expected, "no such line", []
     if not seen:

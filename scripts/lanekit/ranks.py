@@ -95,16 +95,17 @@ def _only_process(known: Identities, pid: str, values: Mapping[str, str]) -> Key
     return found[0] if len(found) == 1 else None
 
 
-def untorn(keys: Iterable[Key]) -> dict[Key, Key]:
-    """Map keys whose host name was glued to the end of another line onto the real host.
+def untorn(keys: set[Key], hosts: int) -> set[Key]:
+    """Keys whose host name was glued to the end of another line, under the real host's name.
 
-    Two processes writing at once leave `...->1->0ip-10-0-0-1:7012:7012 [0] NCCL INFO`: a host that
-    ends with another seen host's name is that host.
+    Two processes writing at once leave `...->1->0ip-10-0-0-1:7012:7012 [0] NCCL INFO`: where there
+    are more hosts than expected, a host that ends with another's name is that host.
     """
-    all_keys = set(keys)
-    hosts = {k.host for k in all_keys}
-    real = {h: min((o for o in hosts if h.endswith(o) and o), key=len, default=h) for h in hosts}
-    return {k: Key(real[k.host], k.local) for k in all_keys}
+    names = {key.host for key in keys} - {""}
+    if len(names) <= hosts:
+        return keys
+    real = {name: min((n for n in names if name.endswith(n)), key=len) for name in names}
+    return {Key(real.get(key.host, ""), key.local) for key in keys}
 
 
 def compare(seen: Iterable[Key], profile: Profile) -> tuple[list[str], list[str]]:

@@ -210,7 +210,7 @@ class _Scan:
         if known is not None:
             known.count += 1
             known.first, known.last = min(known.first, mark), max(known.last, mark)
-        elif len(self.found.evidence) < GROUPS:
+        elif probe_.once or len(self.found.evidence) < GROUPS:
             self.found.evidence[key] = Evidence(probe_.id, values, source, 1, mark, mark)
         else:
             self.found.overflow.add(probe_.id)

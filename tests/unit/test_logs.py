@@ -126,6 +126,24 @@ def test_a_host_name_glued_to_a_torn_line_is_the_host(tmp_path: Path) -> None:
     assert checks(tmp_path, "v2-efa-proxy")["efa-provider"].actual == "16 of 16 ranks"
 
 
+def test_hosts_whose_names_end_alike_stay_two() -> None:
+    keys = {ranks.Key(host, i) for host in ("w1", "gw1") for i in range(8)}
+    assert ranks.untorn(keys, 2) == keys
+
+
+@pytest.mark.parametrize("flood", ["Selected provider is efa, fabric is x{} (found 1 nics)", "x{}"])
+def test_a_forbidden_line_behind_a_flood_is_still_found(
+    tmp_path: Path, flood: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evidence is kept up to a limit; what comes after it is said, not forgotten."""
+    monkeypatch.setattr(scan, "GROUPS", 100)
+    lines = text("v2-efa-proxy")
+    extra = [drops.nccl("ip-10-0-0-1", 0, f"NET/OFI {flood.format(n)}") for n in range(200)]
+    bad = drops.nccl("ip-10-0-0-1", 3, "Using network Socket")
+    (tmp_path / "serve.log").write_bytes(joined([*lines, *extra, bad]))
+    assert checks(tmp_path, "v2-efa-proxy")["net-fallback"].outcome == "failed"
+
+
 def test_xtrace_and_our_own_output_never_count(tmp_path: Path) -> None:
     lines = ["+ " + line for line in text("v2-efa-proxy")]
     (tmp_path / "serve.log").write_bytes(joined(lines))

@@ -178,6 +178,13 @@ def test_a_contract_that_changed_since_is_said(tmp_path: Path) -> None:
     assert any("has changed since" in said for said in found.said)
 
 
+def test_a_contract_other_than_the_lane_s_is_said(tmp_path: Path) -> None:
+    root = drops.drop(
+        tmp_path / "d", "cpu", lambda _: drops.log("floor"), plan={"contract": "floor"}
+    )
+    assert any("judges floor on cpu by cpu" in said for said in verify(root).said)
+
+
 def test_a_planned_cell_that_was_not_run_refutes(tmp_path: Path) -> None:
     cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
     root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c8": cell}})
