@@ -500,6 +500,9 @@ def judge(folder: Path, out: Path | None = None) -> Iterator[str]:
         ConfigError: the series is wrong. Unreadable: its root is. Refused: it does not apply.
     """
     series = load(folder)
+    target = out / folder.parent.name / folder.name if out is not None else None
+    if target is not None and target.exists():
+        raise ConfigError(f"{target} is there already", remedy="Remove it, or give another OUT=.")
     picks = [step.pick for step in series.step if step.pick]
     with checkout(series.source, series.source.base, picks) as scratch:
         yield from apply(folder, series, scratch)
@@ -511,8 +514,7 @@ def judge(folder: Path, out: Path | None = None) -> Iterator[str]:
             )
         known = "as recorded" if series.tree else f"not recorded: {series.unrecorded}"
         yield f"tree {tree[:12]} {known}; series {digest(folder)[:12]}"
-        if out is not None:
-            target = out / folder.parent.name / folder.name
+        if target is not None:
             shutil.copytree(scratch, target, ignore=shutil.ignore_patterns(".git"))
             yield f"left in {target}"
 

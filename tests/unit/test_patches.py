@@ -110,6 +110,8 @@ def test_a_series_applies_and_leaves_the_tree_it_records(
     left = tmp_path / "out/tool" / upstream.folder.name
     assert (left / "src/a.txt").read_text() == upstream.changed
     assert not (left / ".git").exists()
+    with pytest.raises(ConfigError, match="is there already"):
+        list(patches.judge(upstream.folder, tmp_path / "out"))
 
 
 def test_the_root_is_never_written_to(upstream: Upstream) -> None:
