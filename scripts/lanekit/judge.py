@@ -3,6 +3,7 @@
 A judge never reads a file and never prints. Evidence is distinct ranks, not lines.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import sys
@@ -95,7 +96,7 @@ def transport(rules: Iterable[Bound], logs: Logs, facts: Facts) -> list[Check]:
 def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
     rule, every = bound.rule, logs.lines.get(bound.id, ())
     lines = _in_phase(rule, every, logs)
-    wrong, unread, unknown = _unexpected(rule, lines, facts)
+    wrong, unread, unknown = _unexpected(rule, every, facts)  # wrong is wrong at any time
     outcome, expected, actual, missing = _NEEDS[rule.needs](rule, lines, logs, facts)
     if unknown and outcome == "met":
         outcome, actual = "unchecked", f"{actual}; the plan does not say {', '.join(unknown)}"
@@ -294,11 +295,12 @@ def _zone(cell: records.Cell) -> datetime.timedelta:
     """AIPerf's offset from UTC, to a quarter of an hour, from its local and its epoch clock."""
     if cell.start is None or cell.records is None or cell.records.window is None:
         return datetime.timedelta(0)
-    utc = datetime.datetime.fromtimestamp(cell.records.window[0], datetime.UTC)
-    quarters = round((cell.start - utc.replace(tzinfo=None)).total_seconds() / 900)
-    return (
-        datetime.timedelta(minutes=15 * quarters) if abs(quarters) <= 64 else datetime.timedelta(0)
-    )
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # records may say any number
+        utc = datetime.datetime.fromtimestamp(cell.records.window[0], datetime.UTC)
+        quarters = round((cell.start - utc.replace(tzinfo=None)).total_seconds() / 900)
+        if abs(quarters) <= 64:
+            return datetime.timedelta(minutes=15 * quarters)
+    return datetime.timedelta(0)
 
 
 def load(loads: Sequence[Load], unplanned: Sequence[str]) -> list[Check]:

@@ -229,6 +229,11 @@ def test_without_a_clock_it_is_noted(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_records_of_an_absurd_time_are_judged(tmp_path: Path) -> None:
+    moved = records(lambda _: [drops.record(n, start=1e12) for n in range(8)])
+    assert with_cell(tmp_path, moved).result == "proven"
+
+
 def test_a_log_that_ends_in_request_lines_is_not_held_to_its_end(tmp_path: Path) -> None:
     """Request lines carry no time: 64 KiB of them hide the last one that was stated."""
     root = drops.drop(tmp_path / "d", "cpu", lambda x: [y for y in x if y != drops.END] + FULL)

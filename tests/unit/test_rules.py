@@ -75,6 +75,11 @@ def after(text: str) -> drops.Edit:
     return edit
 
 
+def late(line: str) -> drops.Edit:
+    """One line more, while the server serves."""
+    return lambda lines: [*lines, line]
+
+
 def one_rank(text: str) -> drops.Edit:
     """As many lines as before, all of the first rank."""
 
@@ -128,7 +133,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
     "net-fallback": [
         nccl("Using network Socket"),
         nccl("Using network IB"),
-        lambda lines: [*lines, drops.nccl(HOST, 3, "Using network Socket")],  # while it served
+        late(drops.nccl(HOST, 3, "Using network Socket")),
     ],
     "socket-channel": [nccl("Channel 00/0 : 1[1] -> 8[0] [send] via NET/Socket/0")],
     "gin-plugin-proxy": [
@@ -153,6 +158,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one(HOOK, "gin=proxy", "gin=gdaki"),
         change_one(HOOK, "gin=proxy", "gin=unknown"),
         after(HOOK),
+        late(drops.hook(HOST, 3, 3, 16, **{"class": "deep_ep.Buffer"})),
     ],
     "elastic-gda": [
         drop_one(HOOK),
