@@ -307,19 +307,10 @@ def _download(name: str, version: str) -> Path:
     """The wheel of a distribution, from the index that pip is configured for, kept for later."""
     cache = paths.CACHE / "patches" / f"{name}-{version}"
     if not list(cache.glob("*.whl")):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(cache),
-        ]
-        only = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp"]
+        download = "-m pip download --quiet --no-deps --only-binary=:all: --implementation=cp"
         tags = [f"--platform=manylinux_{tag}_x86_64" for tag in ("2_34", "2_28", "2_17")]
-        wanted = [*command, *only, *tags, "--platform=any", f"{name}=={version}"]
+        wanted = [sys.executable, *download.split(), *tags, "--platform=any"]
+        wanted += [f"--python-version={PYTHON}", f"--dest={cache}", f"{name}=={version}"]
         done = subprocess.run(wanted, capture_output=True, text=True, check=False)
         if done.returncode:
             raise Unreadable("".join(done.stderr.strip().splitlines()[-1:]) or "pip download")
