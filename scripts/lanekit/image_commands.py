@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         return contents.renew(args.names, stack)
     names = images.targets() if args.all else args.names
     if args.action == "build" and not args.exact:
-        names = _named(names, args.profile)
+        names = wanted(names, args.profile)
     if not names:
         raise ConfigError("no image named", remedy="Name one; `lanekit image graph` lists them.")
     if args.action == "build":
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _named(names: list[str], profile: str) -> list[str]:
+def wanted(names: list[str], profile: str) -> list[str]:
     """Images by name; a lane's name stands for all that the lane needs on a profile."""
     return list(dict.fromkeys(image for name in names for image in _of(name, profile)))
 

@@ -26,6 +26,7 @@ GRAPH: Final = IMAGES / "docker-bake.hcl"
 STAGE: Final = paths.CACHE / "images"
 LOCAL: Final = "lanes"  # the namespace of what is built here and not yet pushed
 DEFAULT_STACK: Final = "2026-07"
+_BASE: Final = "org.opencontainers.image.base"
 
 Definition = dict[str, Any]
 
@@ -132,16 +133,22 @@ def _filled(
     for source, checksum in given.checksums.items():
         if f"{source.upper()}_SHA256" in arguments:
             arguments[f"{source.upper()}_SHA256"] = checksum
+    bases = _bases(text, stack, given, found)
     secrets = [("ca", given.ca), ("pip", given.pip)]
     theirs = [*(["base"] if given.base_image else []), *sorted({*sources} & {*given.sources})]
     return {
         "args": arguments,
         "contexts": {
-            **_bases(text, stack, given, found),
+            **bases,
             **_locks(name, declared, known),
             **{f"src-{source.replace('_', '-')}": place for source, place in sources.items()},
         },
-        "labels": {"lanes.given": " ".join(theirs)},
+        "labels": {
+            "lanes.given": " ".join(theirs),
+            "org.opencontainers.image.title": name,
+            "org.opencontainers.image.version": stack,
+            **{f"{_BASE}.name": place.removeprefix("docker-image://") for place in bases.values()},
+        },
         "secret": [f"id={key},src={Path(path).resolve()}" for key, path in secrets if path],
     }
 

