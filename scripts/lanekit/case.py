@@ -115,7 +115,7 @@ def _batch(subject: Subject, plan: Mapping[str, Any], checks: Sequence[Check]) -
             raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
         cells[name] = micro.read(path)
     checks = [*checks, *micro.judge(cells, profile.ranks)]
-    found = judged(subject, Facts(profile=profile, requests=None), (), checks)
+    found = judged(subject, Facts(profile=profile, requests=None, batch=True), (), checks)
     rows = (row for name, lines in cells.items() for row in micro.rows(name, lines))
     return msgspec.structs.replace(found, micro=tuple(rows))
 
@@ -290,8 +290,12 @@ def _own_loads(drop: Path) -> list[Load]:
     for folder in records.find(drop):
         cell = records.read(folder)
         name = f"c{cell.concurrency}" if cell.concurrency else folder.name
-        if name in (x.name for x in loads):
-            name = f"{name} ({folder.relative_to(drop)})"
+        for other in (x.folder for x in loads if x.name == name):
+            raise ConfigError(
+                f"{drop}: holds more than one run: {other} and {folder.relative_to(drop)} are both "
+                f"{name}",
+                remedy="Judge each run on its own: their evidence must not be added up.",
+            )
         loads.append(
             Load(
                 name=name,

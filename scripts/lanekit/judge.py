@@ -53,12 +53,14 @@ class Logs:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the `$names` of rules stand for, and how many requests were planned. None: unknown."""
+    """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
+    batch: the program was started once a cell, so that a rank has had several processes."""
 
     profile: Profile
     requests: int | None
     engine_version: str | None = None
     served_name: str | None = None
+    batch: bool = False
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
@@ -186,10 +188,22 @@ def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judge
     if not seen:
         return "unchecked", expected, "lines, but none says its rank", []
     missing, extra = ranks.compare(seen, facts.profile)
+    extra += [] if facts.batch else _twice(lines, logs)
     actual = f"{len(seen)} of {want} ranks"
     if extra:
         return "failed", expected, f"{actual}, unexpected: {'; '.join(extra)}", missing
     return ("failed" if missing else "met"), expected, actual, missing
+
+
+def _twice(lines: Sequence[Line], logs: Logs) -> list[str]:
+    """A rank that two processes claim: the logs hold two runs, or a restart in the middle."""
+    pids: dict[ranks.Key, set[str]] = defaultdict(set)
+    for x in lines:
+        rank, pid = ranks.key(x.evidence, logs.known, x.host), ranks.process(x.evidence)
+        if rank is not None and pid:
+            pids[rank].add(pid)
+    twice = sorted((rank, found) for rank, found in pids.items() if len(found) > 1)
+    return [f"{r.host} [{r.local}] by processes {' and '.join(sorted(p))}" for r, p in twice[:1]]
 
 
 def _line(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judged:

@@ -77,7 +77,7 @@ def join(found: Iterable[scan.Evidence], ranks: int) -> Identities:
 def key(evidence: scan.Evidence, known: Identities, file_host: str) -> Key | None:
     """The rank that printed a line, or None when the line does not say."""
     values, source = dict(evidence.values), evidence.source
-    pid = values.get("pid") or source.pid
+    pid = process(evidence)
     host = short(values.get("host") or source.label or file_host)
     joined = known.by_pid.get((host, pid)) or _only_process(known, pid, values)
     if joined is not None:
@@ -85,6 +85,11 @@ def key(evidence: scan.Evidence, known: Identities, file_host: str) -> Key | Non
     if "local" in values:
         return Key(host, int(values["local"]))  # an empty host: whichever it is
     return known.by_rank.get(values.get("rank") or source.rank)
+
+
+def process(evidence: scan.Evidence) -> str:
+    """The pid of the process that printed a line, empty when the line does not say."""
+    return dict(evidence.values).get("pid") or evidence.source.pid
 
 
 def _only_process(known: Identities, pid: str, values: Mapping[str, str]) -> Key | None:

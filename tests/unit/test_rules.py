@@ -102,6 +102,7 @@ def stranger(text: str) -> drops.Edit:
 
 HOST: Final = "ip-10-0-0-1"
 PROVIDER: Final = "Selected provider is"
+GOOD_PROVIDER: Final = "NET/OFI Selected provider is efa, fabric is efa-direct (found 16 nics)"
 HOOK: Final = "[lane-evidence]"
 
 
@@ -122,6 +123,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one(PROVIDER, "is efa,", "is tcp;ofi_rxm,"),
         change_one(PROVIDER, "is efa-direct", "is efa"),
         change_one(PROVIDER, "found 16 nics", "found 15 nics"),
+        add(drops.nccl(HOST, 3, GOOD_PROVIDER).replace("7003", "9003")),  # of another run
         change_one(PROVIDER, HOST, f"+ echo {HOST}"),
         change_one(PROVIDER, HOST, f"[1,3]<stdout>:+ {HOST}"),
     ],

@@ -64,6 +64,13 @@ def test_published_vllm_has_no_serve_log_and_its_cells_are_shown() -> None:
     assert "from the summary only" in check(found, "records").actual
 
 
+@drops.needs_published
+def test_two_published_runs_are_not_judged_as_one() -> None:
+    """The shim's run has no buffer line and the seam's has: together they would look whole."""
+    with pytest.raises(ConfigError, match="holds more than one run"):
+        verify(TRTLLM)
+
+
 @drops.needs_logs
 def test_nvlink_log_is_refuted_under_the_efa_contract() -> None:
     found = verify(EAGER, profile="p5en-x2")
@@ -183,6 +190,33 @@ def test_a_contract_other_than_the_lane_s_is_said(tmp_path: Path) -> None:
         tmp_path / "d", "cpu", lambda _: drops.log("floor"), plan={"contract": "floor"}
     )
     assert any("judges floor on cpu by cpu" in said for said in verify(root).said)
+
+
+def batch(root: Path, cells: dict[str, dict[str, str]]) -> Verdict:
+    """A drop of a program that was started once a cell, each time as other processes."""
+    drop = drops.drop(root / "d", "v2-one", plan={"driver": "batch", "cells": cells})
+    run = {"v": 1, "kind": "run", "world": 1}
+    shape = {"v": 1, "mode": "eager", "dtype": "bf16", "tokens": 8, "op": "pair"}
+    lines = [run, {**shape, "kind": "check", "ok": True}, {**shape, "kind": "time", "p50_us": 9.0,
+             "min_us": 8.0, "max_us": 10.0}, {"v": 1, "kind": "done"}]  # fmt: skip
+    for name in ("decode", "prefill"):
+        (drop / "micro" / name).mkdir(parents=True)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (drop / "micro" / name / "micro.jsonl").write_text(text)
+    again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", "8000")
+    (drop / "logs" / "vm-prefill.log").write_text(again + "\n")
+    return verify(drops.seal(drop))
+
+
+def test_a_batch_drop_is_judged_cell_by_cell(tmp_path: Path) -> None:
+    found = batch(tmp_path, {n: {"artifacts": f"micro/{n}"} for n in ("decode", "prefill")})
+    assert (found.result, [row.cell for row in found.micro]) == ("proven", ["decode", "prefill"])
+
+
+@pytest.mark.parametrize("where", ["../outside", "micro/absent", "/etc"])
+def test_a_batch_cell_outside_the_drop_is_refused(tmp_path: Path, where: str) -> None:
+    with pytest.raises(Unreadable, match="not in the drop"):
+        batch(tmp_path, {"decode": {"artifacts": where}})
 
 
 def test_a_planned_cell_that_was_not_run_refutes(tmp_path: Path) -> None:
