@@ -19,6 +19,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -94,6 +95,24 @@ def strings(path: Path, pattern: re.Pattern[bytes]) -> set[bytes]:
         return set()
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
         return set(pattern.findall(text))
+
+
+def holds(path: Path, words: list[bytes]) -> bool:
+    """Whether a file holds one of the words whole: NCCL_DEB is not in NCCL_DEBUG.
+
+    A plain search: a pattern with boundaries took a minute over one libnccl (2026-11-30).
+    """
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for word in words:
+            at = text.find(word)
+            while at >= 0:
+                around = text[max(at - 1, 0) : at] + text[at + len(word) : at + len(word) + 1]
+                if not re.search(rb"\w", around):
+                    return True
+                at = text.find(word, at + 1)
+    return False
 
 
 @dataclass(frozen=True)
@@ -229,7 +248,7 @@ def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
         return
     mine = [path for path in paths if "deep_ep" in path.parts and path.suffix != ".pyc"]
     for name in image.expect["reads"].split("+"):
-        if not any(strings(path, _spellings(name)) for path in mine if path.is_file()):
+        if not any(holds(path, _spellings(name)) for path in mine if path.is_file()):
             yield Finding(
                 "series", f"no file of deep_ep reads {name}", "The wheel was built unpatched."
             )
@@ -308,20 +327,16 @@ def check_env(image: Image, paths: list[Path]) -> Iterator[Finding]:
     names = sorted(n for n in image.env if n.startswith(PREFIXES) and not ABOUT_ITSELF.fullmatch(n))
     readers = [path for path in paths if _may_read(path) and path.is_file()] if names else []
     for name in names:
-        spelled = _spellings(name)
-        if not any(strings(path, spelled) for path in readers):
+        if not any(holds(path, _spellings(name)) for path in readers):
             yield Finding(
                 "env", f"{name} is exported and nothing shipped here reads it", "Remove it."
             )
 
 
-def _spellings(name: str) -> re.Pattern[bytes]:
+def _spellings(name: str) -> list[bytes]:
     """How a reader may spell a variable: libfabric registers FI_EFA_X as `x` of provider efa."""
-    whole = re.escape(name.encode())
-    if not name.startswith("FI_"):
-        return re.compile(rb"(?<![A-Z_])" + whole + rb"(?![A-Z0-9_])")
-    short = re.escape(re.sub(r"^FI_(EFA_)?", "", name).lower().encode())
-    return re.compile(rb"(?<![A-Za-z_])(" + whole + rb"|" + short + rb")(?![A-Za-z0-9_])")
+    short = re.sub(r"^FI_(EFA_)?", "", name).lower()
+    return [name.encode(), short.encode()] if name.startswith("FI_") else [name.encode()]
 
 
 def _may_read(path: Path) -> bool:
@@ -333,13 +348,11 @@ def check_maps(image: Image, _paths: list[Path]) -> Iterator[Finding]:
     """One NCCL and one NVSHMEM in a process that imports torch and deep_ep."""
     if image.root != Path("/") or "buffer" not in image.expect:
         return
-    ran = subprocess.run(
-        [sys.executable, __file__, "maps"],
-        capture_output=True,
-        text=True,
-        env=_with_stub(),
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        ran = subprocess.run(
+            [sys.executable, __file__, "maps"],
+            capture_output=True, text=True, env=_with_stub(scratch), check=False,
+        )  # fmt: skip
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or ["no word"])[-1]
         yield Finding("import", f"import torch, deep_ep: {last}", "The image cannot run a lane.")
@@ -352,12 +365,16 @@ def check_maps(image: Image, _paths: list[Path]) -> Iterator[Finding]:
             yield Finding(f"mapped-{name}", f"mapped: {places}", "Exactly one may be loaded.")
 
 
-def _with_stub() -> dict[str, str]:
-    """The environment with a stand-in libcuda where no driver is mounted, as in a build."""
+def _with_stub(scratch: str) -> dict[str, str]:
+    """The environment, with the toolkit's stand-in libcuda where no driver is mounted: a build."""
     env = dict(os.environ)
-    stub = os.environ.get("LANES_CUDA_STUB", "/usr/local/cuda/lib64/stubs")
-    if (Path(stub) / "libcuda.so.1").exists():
-        env["LD_LIBRARY_PATH"] = f"{env.get('LD_LIBRARY_PATH', '')}:{stub}".lstrip(":")
+    stub = Path("/usr/local/cuda/lib64/stubs/libcuda.so")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if stub.exists():
+            (Path(scratch) / "libcuda.so.1").symlink_to(stub)
+            env["LD_LIBRARY_PATH"] = f"{env.get('LD_LIBRARY_PATH', '')}:{scratch}".lstrip(":")
     return env
 
 
