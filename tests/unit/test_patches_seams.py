@@ -7,6 +7,7 @@ SRC_SGLANG, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; skipped where 
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -536,3 +537,103 @@ class TestTensorRT:
         monkeypatch.delattr(sys.modules["deep_ep"], "ElasticBuffer")
         with pytest.raises(ImportError, match="ElasticBuffer"):
             self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1")
+
+
+class TestDeepEP:
+    """deep_ep/utils/comm.py: the communicators under a buffer."""
+
+    @pytest.fixture(scope="class", params=["deepep/b306af06", "deepep/dd758caf"])
+    def tree(self, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+        return patched(request.param, tmp_path_factory.mktemp("deepep"))
+
+    @pytest.fixture
+    def comm(self, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """The module over a _C that numbers what it creates; `made` are the (id, size, rank)."""
+        made: list[tuple[int, int, int]] = []
+
+        def create(unique_id: int, size: int, rank: int) -> int:
+            made.append((unique_id, size, rank))
+            return len(made)
+
+        names = iter(range(100, 200))
+        core = SimpleNamespace(
+            create_nccl_comm=create,
+            destroy_nccl_comm=lambda _: None,
+            get_local_nccl_unique_id=lambda: next(names),
+        )
+        monkeypatch.setitem(sys.modules, "deep_ep._C", core)
+        monkeypatch.setattr(sys.modules["deep_ep"], "_C", core, raising=False)
+        monkeypatch.setenv("EP_REUSE_NCCL_COMM", "0")
+        monkeypatch.delenv("EP_NUM_COMMS", raising=False)
+        path = tree / "deep_ep/utils/comm.py"
+        spec = importlib.util.spec_from_file_location("patched_comm", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.__dict__["made"] = made
+        return module
+
+    @pytest.fixture
+    def group(self, world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """A group of two ranks that say the same, this one the second."""
+
+        def gather(values: list[Any], value: Any, _group: Any) -> None:
+            values[:] = [value, value]
+
+        assert world.size() == 1
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        return SimpleGroup()
+
+    def test_one_is_the_default_and_creates_no_further(self, comm: Any, group: Any) -> None:
+        (only,) = comm.get_nccl_comm_handles(group)
+        assert only is comm.get_nccl_comm_handle(group)
+        assert len(comm.made) == 1
+
+    def test_further_ones_are_created_once(
+        self, comm: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EP_NUM_COMMS", "4")
+        handles = comm.get_nccl_comm_handles(group)
+        assert [handle.get() for handle in comm.get_nccl_comm_handles(group)] == [
+            handle.get() for handle in handles
+        ]
+        assert len({handle.get() for handle in handles}) == 4
+        assert len({unique_id for unique_id, _, _ in comm.made}) == 4
+        assert {(size, rank) for _, size, rank in comm.made} == {(2, 1)}
+        assert all(handle.managed for handle in handles[1:])
+        comm.destroy_all_managed_nccl_comm()
+        assert len(comm.get_nccl_comm_handles(group)) == 4
+        assert len(comm.made) == 8
+
+    def test_ranks_that_disagree_are_refused(
+        self, comm: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def gather(values: list[Any], value: Any, _group: Any) -> None:
+            values[:] = [value, [*value, 1]] if isinstance(value, list) else [value, value]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setenv("EP_NUM_COMMS", "2")
+        with pytest.raises(AssertionError, match=r"the same on all ranks: \[2, 3\]"):
+            comm.get_nccl_comm_handles(group)
+
+    @pytest.mark.parametrize("number", ["0", "17", "-1"])
+    def test_a_number_out_of_range_is_refused(
+        self, comm: Any, group: Any, monkeypatch: pytest.MonkeyPatch, number: str
+    ) -> None:
+        monkeypatch.setenv("EP_NUM_COMMS", number)
+        with pytest.raises(AssertionError, match=f"EP_NUM_COMMS must be 1 to 16: {number}"):
+            comm.get_nccl_comm_handles(group)
+
+
+class SimpleGroup:
+    """A process group, as far as comm.py looks at one."""
+
+    def _get_backend(self, _device: Any) -> Any:
+        return SimpleNamespace()
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
