@@ -41,8 +41,8 @@ STAMPS = {
 ENTRY = re.compile(rb"nccl(?:Net|Gin)Plugin_v\d+")
 PREFIXES = ("NCCL_", "OFI_", "FI_", "NVSHMEM_", "EP_")
 SKIPPED = {"proc", "sys", "dev", "run", "tmp", "tools", "locks", "src"}
-# Set by base images about themselves, read by nobody: not ours to judge.
-ABOUT_ITSELF = re.compile(r"N(CCL|VSHMEM)_VERSION")
+# What base images say about themselves, and a build step's own arguments: read by nobody.
+ABOUT_ITSELF = re.compile(r"\w+_(VERSION|SHA256|PROJECT|LOCK|URL|COMMIT|DIGEST|READS)")
 
 
 @dataclass(frozen=True)
@@ -255,18 +255,16 @@ def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
 
 
 def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:
-    """One net plugin, where promised, with an entry point the installed NCCL asks for."""
+    """The net plugin where promised, nowhere else, with an entry point this NCCL asks for."""
     wanted = image.expect.get("plugin")
     if wanted is None:
         return
     found = copies(paths, PLUGIN)
-    if [str(path.parent) for path in found] != [str(image.root / wanted.lstrip("/"))]:
+    # The plugin's own install leaves it under its old and its new name, side by side.
+    folder = image.root / wanted.lstrip("/")
+    if not found or any(path.parent != folder for path in found):
         places = ", ".join(map(str, found)) or "none"
-        yield Finding(
-            "one-plugin",
-            f"net plugins: {places}; wanted one in {wanted}",
-            "NCCL falls back to TCP.",
-        )
+        yield Finding("one-plugin", f"net plugins: {places}; wanted in {wanted}", "Else TCP.")
     asks: set[bytes] = set()
     for library in copies(paths, LIBRARIES["nccl"]):
         asks |= strings(library, ENTRY)

@@ -223,8 +223,8 @@ def test_the_command_says_what_drifted_and_ends_with_1(tmp_path: Path) -> None:
     script = images.IMAGES / "guard" / "guard.py"
     env = {"LANES_SHARE": str(tmp_path), "LANES_ROOT": str(tmp_path), "PATH": os.environ["PATH"]}
     ran = subprocess.run(
-        [sys.executable, str(script), "env", "EP_NOBODY_READS"],
+        [sys.executable, str(script), "env", "EP_NOBODY_ASKS"],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert "EP_NOBODY_READS is exported and nothing shipped here reads it" in ran.stderr
+    assert "EP_NOBODY_ASKS is exported and nothing shipped here reads it" in ran.stderr
