@@ -105,6 +105,7 @@ def read(
     ]
     if not logs:
         return Logs({}, ranks.join((), ranks_), {}, frozenset(), frozenset(), 0)
+    scan.fast()
     with concurrent.futures.ThreadPoolExecutor(min(len(logs), os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda log: _scan(log, probes, make), logs))
     return _together(logs, results, ranks_)

@@ -6,7 +6,7 @@ expression only where a literal stood. Hyperscan finds the literals where it is 
 Line numbers are counted afterwards, and only as far as the last evidence needs them.
 """
 
-import contextlib
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Final, Protocol
@@ -123,12 +123,20 @@ class HyperscanFinder:
         return sorted(hits)
 
 
+@functools.cache
+def fast() -> bool:
+    """Whether Hyperscan is installed and loads. Ask before starting threads: an import that fails
+    in two threads at once shows one of them half a module (seen 2026-11-30)."""
+    try:
+        import hyperscan  # noqa: F401, PLC0415
+    except ImportError:
+        return False
+    return True
+
+
 def finder(literals: Sequence[bytes]) -> Finder:
     """The fastest finder that is installed."""
-    if literals:
-        with contextlib.suppress(ImportError):
-            return HyperscanFinder(literals)
-    return PythonFinder(literals)
+    return HyperscanFinder(literals) if literals and fast() else PythonFinder(literals)
 
 
 class _Scan:
