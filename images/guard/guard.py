@@ -268,7 +268,7 @@ def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:
     asks: set[bytes] = set()
     for library in copies(paths, LIBRARIES["nccl"]):
         asks |= strings(library, ENTRY)
-    for path in found:
+    for path in found if asks else ():  # the base of the transports has no NCCL yet
         has = {name for name in dynamic(path).defined if ENTRY.fullmatch(name.encode())}
         for kind in ("ncclNetPlugin", "ncclGinPlugin"):
             fits = {n for n in has if n.startswith(kind)} & {n.decode() for n in asks}
@@ -342,30 +342,57 @@ def _may_read(path: Path) -> bool:
     return bool(re.fullmatch(kin, path.name)) or ("deep_ep" in path.parts and path.suffix != ".pyc")
 
 
-def check_maps(image: Image, _paths: list[Path]) -> Iterator[Finding]:
-    """One NCCL and one NVSHMEM in a process that imports torch and deep_ep."""
+def check_maps(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """What really loads is the one copy: in a process that imports torch and deep_ep, and by name.
+
+    torch finds its NCCL by its own run path; vLLM and others ask the loader for libnccl.so.2.
+    """
     if image.root != Path("/") or "buffer" not in image.expect:
         return
+    wanted = {name: copies(paths, LIBRARIES[name]) for name in LIBRARIES if name in image.expect}
+    for way in ("import", "loader"):
+        mapped = _mapped(way, image)
+        if isinstance(mapped, str):
+            yield Finding("import", f"{way}: {mapped}", "The image cannot run a lane.")
+            continue
+        for name, right in wanted.items():
+            found = sorted({p.resolve() for p in mapped if LIBRARIES[name].fullmatch(p.name)})
+            if found != right:
+                places = ", ".join(map(str, found)) or "none"
+                only = ", ".join(map(str, right)) or "a pinned one"
+                yield Finding(f"mapped-{name}", f"{way} maps {places}", f"Only {only} may load.")
+
+
+def _mapped(way: str, image: Image) -> list[Path] | str:
+    """The files a fresh process maps, or its last words."""
     with tempfile.TemporaryDirectory() as scratch:
         ran = subprocess.run(
-            [sys.executable, __file__, "maps"],
-            capture_output=True, text=True, env=_with_stub(scratch), check=False,
+            [sys.executable, __file__, "maps", way],
+            capture_output=True, text=True, env=_with_stub(scratch, image.env), check=False,
         )  # fmt: skip
     if ran.returncode:
-        last = (ran.stderr.strip().splitlines() or ["no word"])[-1]
-        yield Finding("import", f"import torch, deep_ep: {last}", "The image cannot run a lane.")
+        return (ran.stderr.strip().splitlines() or ["no word"])[-1]
+    return [Path(line) for line in ran.stdout.splitlines()]
+
+
+def _load(way: str) -> None:
+    """Bring the libraries into this process, lazily: no driver is needed to look."""
+    sys.setdlopenflags(os.RTLD_LAZY)
+    if way == "import":
+        for module in ("torch", "deep_ep"):
+            __import__(module)
         return
-    mapped = [Path(line) for line in ran.stdout.splitlines()]
-    for name, pattern in LIBRARIES.items():
-        found = sorted({p.resolve() for p in mapped if pattern.fullmatch(p.name)})
-        if name in image.expect and len(found) != 1:
-            places = ", ".join(map(str, found)) or "none"
-            yield Finding(f"mapped-{name}", f"mapped: {places}", "Exactly one may be loaded.")
+    for name in ("libnccl.so.2", "libnvshmem_host.so.3"):
+        try:
+            ctypes.CDLL(name, mode=os.RTLD_LAZY)
+        except OSError as error:
+            # V1 images may have no NCCL of their own; what is missing is found as not mapped.
+            print(error, file=sys.stderr)
 
 
-def _with_stub(scratch: str) -> dict[str, str]:
+def _with_stub(scratch: str, given: dict[str, str]) -> dict[str, str]:
     """The environment, with the toolkit's stand-in libcuda where no driver is mounted: a build."""
-    env = dict(os.environ)
+    env = dict(given)
     stub = Path("/usr/local/cuda/lib64/stubs/libcuda.so")
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -441,9 +468,7 @@ def main(argv: list[str]) -> int:
         _write("expect.json", expected() | dict(word.split("=", 1) for word in words))
         return 0
     if command == "maps":
-        sys.setdlopenflags(os.RTLD_LAZY)
-        for module in ("torch", "deep_ep"):
-            __import__(module)
+        _load(words[0])
         print(*maps(), sep="\n")
         return 0
     env = dict.fromkeys(words, "") if command == "env" else dict(os.environ)

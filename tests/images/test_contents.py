@@ -92,7 +92,16 @@ def test_a_second_nccl_earlier_on_the_path_is_found(container: Container) -> Non
     """The fault of every public recipe, planted for real: a copy that the loader would prefer."""
     plant = "cp /opt/nccl/lib/libnccl.so.2 /tmp/ && exec python /guard/guard.py check"
     said = container.run("sh", "-c", plant, status=1, LD_LIBRARY_PATH="/tmp")
-    assert "mapped-nccl" in said or "one-nccl" in said
+    assert "mapped-nccl: loader maps /tmp/libnccl.so.2" in said
+
+
+@pytest.mark.of("transport-v2")
+def test_an_nccl_that_is_loaded_before_torchs_is_found(container: Container) -> None:
+    plant = "cp /opt/nccl/lib/libnccl.so.2 /tmp/ && LD_PRELOAD=/tmp/libnccl.so.2 exec python"
+    said = container.run("sh", "-c", f"{plant} /guard/guard.py check", status=1)
+    # DeepEP's own check speaks first; the loader's pick is judged all the same.
+    assert "Duplicate NCCL runtime" in said
+    assert "mapped-nccl: loader maps /tmp/libnccl.so.2" in said
 
 
 @pytest.mark.of("transport-v2")
