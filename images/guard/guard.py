@@ -445,7 +445,10 @@ def contents(image: Image) -> dict[str, object]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "libraries": libraries,
         "expect": image.expect,
-        "packages": {d.metadata["Name"].lower(): d.version for d in metadata.distributions()},
+        "packages": {
+            re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version
+            for d in metadata.distributions()
+        },
         "debian": dict(line.split("\t") for line in listed.stdout.splitlines()),
     }
 

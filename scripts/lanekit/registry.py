@@ -64,7 +64,7 @@ def tag(held: images.Contents, digest: str) -> str:
     """
     packages = held.packages
     named = [f"{name.replace('-', '')}{packages[name]}" for name in TELLING if name in packages]
-    deepep = packages.get("deep-ep") or packages.get("deep_ep") or packages.get("sgl-deep-ep", "")
+    deepep = packages.get("deep-ep") or packages.get("sgl-deep-ep", "")
     named += [f"deepep{deepep.partition('+')[0]}"] if deepep else []
     named += [f"{name}{version}" for name, version in sorted(held.libraries.items()) if version]
     text = "-".join([*(named or ["base"]), digest.removeprefix("sha256:")[:12]])

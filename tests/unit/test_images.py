@@ -14,7 +14,7 @@ HELD = images.Contents(
     python="3.12.1",
     libraries={"nccl": "2.30.4", "nvshmem": "3.6.5"},
     expect={},
-    packages={"vllm": "0.24.0", "torch": "2.11.0", "deep_ep": "2.0.0+b8a69a8"},
+    packages={"vllm": "0.24.0", "torch": "2.11.0", "deep-ep": "2.0.0+b8a69a8"},
     debian={"libc6": "2.36-9"},
 )
 
