@@ -50,7 +50,13 @@ def make(text: str) -> str:
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(registry, "SBOMS", tmp_path / "sbom")
     yield tmp_path / "images.lock"
-    subprocess.run(["docker", "rmi", "-f", images.local(NAME, STACK)], capture_output=True)  # noqa: PLW1510
+    entry = registry.read(tmp_path / "images.lock").get(STACK, {}).get(NAME)
+    if entry is not None:
+        names = (f"{entry.repository}:{entry.tag}", f"{entry.repository}@{entry.digest}")
+        subprocess.run(["docker", "rmi", "-f", *names], capture_output=True, check=False)
+    subprocess.run(
+        ["docker", "rmi", "-f", images.local(NAME, STACK)], capture_output=True, check=False
+    )
 
 
 @pytest.fixture
