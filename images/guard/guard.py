@@ -248,7 +248,7 @@ def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
         return
     mine = [path for path in paths if "deep_ep" in path.parts and path.suffix != ".pyc"]
     for name in image.expect["reads"].split("+"):
-        if not any(holds(path, _spellings(name)) for path in mine if path.is_file()):
+        if not any(holds(path, [name.encode()]) for path in mine if path.is_file()):
             yield Finding(
                 "series", f"no file of deep_ep reads {name}", "The wheel was built unpatched."
             )
@@ -325,16 +325,22 @@ def check_env(image: Image, paths: list[Path]) -> Iterator[Finding]:
     names = sorted(n for n in image.env if n.startswith(PREFIXES) and not ABOUT_ITSELF.fullmatch(n))
     readers = [path for path in paths if _may_read(path) and path.is_file()] if names else []
     for name in names:
-        if not any(holds(path, _spellings(name)) for path in readers):
+        if not any(holds(path, _spellings(name, path)) for path in readers):
             yield Finding(
                 "env", f"{name} is exported and nothing shipped here reads it", "Remove it."
             )
 
 
-def _spellings(name: str) -> list[bytes]:
-    """How a reader may spell a variable: libfabric registers FI_EFA_X as `x` of provider efa."""
-    short = re.sub(r"^FI_(EFA_)?", "", name).lower()
-    return [name.encode(), short.encode()] if name.startswith("FI_") else [name.encode()]
+def _spellings(name: str, path: Path) -> list[bytes]:
+    """How a reader may spell a variable: whole, or as its library registers it.
+
+    libfabric has FI_EFA_X as `x` of provider efa; NVSHMEM has NVSHMEM_X as `X`.
+    """
+    if name.startswith("FI_") and "libfabric" in path.name:
+        return [name.encode(), re.sub(r"^FI_(EFA_)?", "", name).lower().encode()]
+    if name.startswith("NVSHMEM_") and "nvshmem" in path.name:
+        return [name.encode(), name.removeprefix("NVSHMEM_").encode()]
+    return [name.encode()]
 
 
 def _may_read(path: Path) -> bool:

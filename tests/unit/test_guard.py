@@ -58,7 +58,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shmem = site / "nvidia/nvshmem"
     library(
         shmem / "lib/libnvshmem_host.so.3",
-        'const char a[] = "NVSHMEM v3.6.5"; void nvshmem_my_pe(void) {}',
+        'const char a[] = "NVSHMEM v3.6.5"; const char b[] = "REMOTE_TRANSPORT";'
+        "void nvshmem_my_pe(void) {}",
     )
     (shmem / "lib/libnvshmem_device.a").write_bytes(b"!<arch>\n")
     (shmem / "include/non_abi").mkdir(parents=True)
@@ -188,6 +189,9 @@ def test_each_planted_fault_is_found(
         ("NCCL_DEB", True),  # a part of a name is not the name
         ("FI_EFA_USE_DEVICE_RDMA", False),  # libfabric spells it use_device_rdma
         ("FI_PROVIDER_PATH_X", True),
+        ("NVSHMEM_REMOTE_TRANSPORT", False),  # NVSHMEM spells it REMOTE_TRANSPORT
+        ("NVSHMEM_TRANSPORT", True),
+        ("NCCL_REMOTE_TRANSPORT", True),  # another library's word is not a reader
         ("NCCL_VERSION", False),  # a base image's word about itself
     ],
 )
