@@ -114,7 +114,6 @@ def log(name: str) -> list[str]:
         ],
         "v2-one": [hook("vm", 0, 0, 1, gin="off")],
         "cpu": list(VLLM),
-        "cpu-gloo": ["[micro] v=1 host=vm pid=9 rank=0 local_rank=0 world=1 backend=gloo"],
         "published-2026-07-trtllm": [
             *shim,
             *[seam] * 16,
@@ -150,7 +149,6 @@ SUBJECTS: Final = {
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
     "cpu-gloo": ("micro", "gloo", "cpu"),
     "v2-one": ("micro", "v2", "h200x1"),
-    "cpu-gloo": ("micro", "gloo", "cpu"),
 }
 
 

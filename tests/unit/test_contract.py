@@ -1,4 +1,4 @@
-"""Contracts are strict data: a file that does not fit is refused by name and told what would fit."""
+"""Contracts are strict data: what does not fit is refused by name, and told what would."""
 
 import re
 from pathlib import Path
