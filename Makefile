@@ -70,8 +70,8 @@ test: setup ## Unit tests: seconds, no Docker, no network
 test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)
 	@$(VENV)/bin/python -m pytest tests/unit tests/lanes
 
-bench: setup ## Measure the harness against its bars, as ratios
-	@$(VENV)/bin/python scripts/bench.py
+bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 GIB=4]
+	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(GIB),--gib $(GIB))
 
 readme: setup ## Renew the generated part of README.md
 	@$(LANEKIT) lanes --readme
