@@ -11,13 +11,13 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle help setup lanes lint test test-all bench report readme verify-logs clean
+.PHONY: bundle help setup lanes lint test test-all bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= RESULTS= TORCH_INDEX= ENV= PLAN=1\n'
+	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= RESULTS= TORCH_INDEX= ENV= PLAN=1 REDACT=1\n'
 
 lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
 	@exec $(LANEKIT) run $* $(call option,PROFILE,--profile) $(call option,ARM,--arm) \
@@ -25,7 +25,7 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,LAUNCHER,--launcher) $(call option,RESULTS,--results) \
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
-	  $(if $(PLAN),--plan)
+	  $(if $(PLAN),--plan) $(if $(REDACT),--redact)
 
 bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
 	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }
@@ -42,6 +42,14 @@ verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM=
 	@test -n "$(RESULTS)" || { echo "error: say which drop: make verify-logs RESULTS=DIR" >&2; exit 2; }
 	@exec $(LANEKIT) verify '$(RESULTS)' $(call option,LANE,--lane) $(call option,ARM,--arm) \
 	  $(call option,PROFILE,--profile) $(call option,JSON,--json) $(call option,JUNIT,--junit)
+
+triage: setup ## Name the first rank that died, and why: RESULTS=DIR (a drop or a log)
+	@test -n "$(RESULTS)" || { echo "error: say which drop: make triage RESULTS=DIR" >&2; exit 2; }
+	@exec $(LANEKIT) triage '$(RESULTS)'
+
+redact: setup ## Copy a drop without what names its machine, same verdict: RESULTS=DIR OUT=DIR
+	@test -n "$(RESULTS)" -a -n "$(OUT)" || { echo "error: make redact RESULTS=DIR OUT=DIR" >&2; exit 2; }
+	@exec $(LANEKIT) redact '$(RESULTS)' --out '$(OUT)'
 
 report: setup ## Write results/RESULTS.md from the drops
 	@$(LANEKIT) report

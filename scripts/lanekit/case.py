@@ -166,7 +166,7 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
     added = sorted(set(there) - set(listed) - set(UNLISTED))
     both = sorted(set(listed) & set(there))
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
-        digests = list(pool.map(lambda name: _sha256(there[name]), both))
+        digests = list(pool.map(lambda name: sha256(there[name]), both))
     changed = [name for name, digest in zip(both, digests, strict=True) if digest != listed[name]]
     bad = [f"changed: {n}" for n in changed] + [f"added: {n}" for n in added]
     first = Place((changed + added)[0], 0) if bad else None
@@ -185,7 +185,12 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
     )
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The sha256 of a file.
+
+    Raises:
+        Unreadable: it cannot be read.
+    """
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

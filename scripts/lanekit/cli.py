@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lanekit.errors import LaneError
@@ -39,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="judge a drop or a log, offline")
     _add_verify_arguments(verify)
     verify.set_defaults(command=_verify)
+    triage = commands.add_parser("triage", help="name the first rank that died, and why")
+    _add_triage_arguments(triage)
+    triage.set_defaults(command=_triage)
+    redact = commands.add_parser("redact", help="copy a drop without what names its machine")
+    _add_redact_arguments(redact)
+    redact.set_defaults(command=_redact)
     lanes = commands.add_parser("lanes", help="list every lane and arm with where it runs")
     lanes.add_argument("--readme", action="store_true", help="renew the matrix in README.md")
     lanes.set_defaults(command=_lanes)
@@ -74,6 +81,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--aiperf-python", default="", help="an interpreter that already holds AIPerf")
     add("--env", default="", help="extra variables for every process: 'A=1 B=2'")
     add("--plan", action="store_true", help="print the frozen plan and start nothing")
+    add("--redact", action="store_true", help="leave a redacted copy in redacted/ too")
 
 
 def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +100,32 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     from lanekit import verify  # noqa: PLC0415
 
     verify.add_arguments(parser)
+
+
+def _add_triage_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drop", type=Path, help="a drop, or a log")
+
+
+def _triage(args: argparse.Namespace) -> int:
+    from lanekit import triage  # noqa: PLC0415
+
+    found = triage.triage(args.drop)
+    print(triage.text(found))
+    return found.exit_code
+
+
+def _add_redact_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("drop", type=Path, help="the folder of a drop, ours or a stranger's")
+    add("--out", type=Path, required=True, help="a new folder for the copy")
+
+
+def _redact(args: argparse.Namespace) -> int:
+    from lanekit import redact  # noqa: PLC0415
+
+    redact.redact(args.drop, args.out)
+    print(f"redacted: {args.out}")
+    return 0
 
 
 def _add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +150,13 @@ def _run(args: argparse.Namespace) -> int:
     from lanekit import run  # noqa: PLC0415
     from lanekit.progress import Progress  # noqa: PLC0415
 
-    return run.main(made, Progress())
+    try:
+        return run.main(made, Progress())
+    finally:
+        if args.redact and Path(made.drop).is_dir():
+            from lanekit import redact  # noqa: PLC0415
+
+            print(f"redacted: {redact.beside(Path(made.drop))}")
 
 
 def _options(args: argparse.Namespace) -> "planning.Options":

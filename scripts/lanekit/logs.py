@@ -139,7 +139,7 @@ def _together(
 
 
 def _scan(log: Log, probes: Sequence[scan.Probe], make: Any) -> tuple[scan.Found, list[Line]]:
-    with _errors(log.path):
+    with errors(log.path):
         with opened(log.path) as stream:
             found = scan.scan(stream, probes, make=make)
         marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
@@ -164,7 +164,8 @@ def _refuse_zeros(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def errors(path: Path) -> Iterator[None]:
+    """Turn whatever reading or unpacking a file may raise into Unreadable."""
     import zlib  # noqa: PLC0415
 
     packed: tuple[type[Exception], ...] = (EOFError, zlib.error)

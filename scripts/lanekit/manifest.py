@@ -39,6 +39,7 @@ class Manifest(msgspec.Struct):
 
     started, ended: UTC, ISO 8601. timings: seconds by phase. files: path in the drop -> sha256,
     complete only when `state` is `complete`. plan: the frozen plan, as `PLAN=1` prints it.
+    redacted: names of the machine were replaced afterwards, and `files` renewed.
     """
 
     row: Row
@@ -57,3 +58,4 @@ class Manifest(msgspec.Struct):
     images: dict[str, str] = {}
     patches: dict[str, str] = {}
     files: dict[str, str] = {}
+    redacted: bool = False
