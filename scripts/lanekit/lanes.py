@@ -1,5 +1,8 @@
 """Every lane and arm with the profiles it fits: `lanekit lanes`, and the matrix in the README."""
 
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,9 +26,12 @@ class Entry(msgspec.Struct, frozen=True):
     state: str
 
 
-def entries() -> list[Entry]:
-    """Every arm on every profile it fits, in the order of the lane files."""
-    measured = _measured()
+def entries(*, committed: bool = False) -> list[Entry]:
+    """Every arm on every profile it fits, in the order of the lane files.
+
+    committed: count only drops that git tracks, so that a README does not follow local runs.
+    """
+    measured = _measured(_tracked() if committed else sorted(paths.RESULTS.glob("*")))
     return [
         Entry(
             lane=lane.name,
@@ -41,12 +47,19 @@ def entries() -> list[Entry]:
     ]
 
 
-def _measured() -> dict[tuple[str, str, str], str]:
-    """What the drops in results/ hold: (lane, arm, profile) -> when it ran."""
+def _tracked() -> list[Path]:
+    """The drops that git tracks; none outside a checkout."""
+    ask = ("git", "-C", str(paths.ROOT), "ls-files", "results/*/manifest.json")
+    told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    return [(paths.ROOT / name).parent for name in sorted(told.split())]
+
+
+def _measured(folders: Iterable[Path]) -> dict[tuple[str, str, str], str]:
+    """What complete drops hold: (lane, arm, profile) -> when it ran."""
     found: dict[tuple[str, str, str], str] = {}
-    for manifest in sorted(paths.RESULTS.glob("*/manifest.json")):
+    for folder in folders:
         try:
-            held = drops.read(manifest.parent)
+            held = drops.read(folder)
         except LaneError:
             continue
         if held.state == "complete":
@@ -69,7 +82,7 @@ def markdown() -> str:
     """The support matrix of the README: one line an arm, its profiles behind it."""
     lines = ["| lane/arm | what | runs on | proven by |", "|---|---|---|---|"]
     grouped: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries():
+    for entry in entries(committed=True):
         grouped.setdefault((entry.lane, entry.arm), []).append(entry)
     for (lane, arm), found in grouped.items():
         where = ", ".join(f"{e.profile} ({_short(e.state)})" for e in found)
