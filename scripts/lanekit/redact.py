@@ -32,17 +32,22 @@ _PUBLIC: Final = frozenset(b"usr lib lib64 etc bin sbin dev proc sys run var v1 
 _ANCHORS: Final = frozenset(
     b"site-packages dist-packages bin lib lib64 logs aiperf micro host models .cache .venv".split()
 )
+# Each alternative starts with what it must begin with: looked at first, that makes it fast.
 _SECRET: Final = (
-    rb"\bhf_\w{16,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bgh[pousr]_\w{20,}|\bgithub_pat_\w{20,}"
-    rb"|\bsk-[\w-]{20,}|\bnvapi-[\w-]{20,}|\bglpat-[\w-]{16,}"
-    rb"|(?<=[Bb]earer )[\w.~+/=-]{8,}|(?<=://)[^\s/@\"']+:[^\s/@\"']+(?=@)"
+    rb"(?=[hAgsn])\b(?:hf_\w{16,}|A[KS]IA[A-Z0-9]{16}\b|gh[pousr]_\w{20,}|github_pat_\w{20,}"
+    rb"|sk-[\w-]{20,}|nvapi-[\w-]{20,}|glpat-[\w-]{16,})"
 )
+_URL_SECRET: Final = rb"(?P<scheme>://)[^\s/@\"':]{1,64}:[^\s/@\"']{1,128}(?=@)"
 _NAMED_SECRET: Final = (
-    rb"(?i:secret(?:_access)?(?:_key)?|password|api[_-]?key|_token)[\"']?\s*[=:]\s*[\"']?"
+    rb"(?i:secret(?:_access)?(?:_key)?|password|api[_-]?key|_token)"
+    rb"[\"']?\s{0,4}[=:]\s{0,4}[\"']?|[Bb]earer "
 )
-_IPV4: Final = rb"(?:(?<![\w.])|(?<=\\[nrt]))(?<!==)(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)"
-_IPV6: Final = rb"(?:(?<![\w:.])|(?<=\\[nrt]))[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F]*(?![\w:.])"
-_ACCOUNT: Final = rb"(?:(?<![\w.-])|(?<=\\[nrt]))\d{12}(?!\w|\.\d)"
+_IPV4: Final = rb"(?=\d)(?:(?<![\w.])|(?<=\\[nrt]))(?<!==)(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)"
+_IPV6: Final = (
+    rb"(?=[0-9a-fA-F:])(?:(?<![\w:.])|(?<=\\[nrt]))"
+    rb"[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F]*(?![\w:.])"
+)
+_ACCOUNT: Final = rb"(?=\d)(?:(?<![\w.-])|(?<=\\[nrt]))\d{12}(?!\w|\.\d)"
 _AWS_ID: Final = rb"\b(?:i|vpc|subnet|sg|ami|vol|eni)-[0-9a-f]{17}\b"
 _IP_NAME: Final = rb"ip(?:-\d{1,3}){4}(?:(?:\.[a-z0-9-]+)*\.internal)?"
 _NAMES: Final = (
@@ -59,13 +64,15 @@ class Words:
 
     def __init__(self, hosts: Sequence[bytes], roots: Sequence[bytes]) -> None:
         names = b"|".join(re.escape(x) for x in sorted(hosts, key=len, reverse=True)) or rb"(?!)"
+        first = b"i" + b"".join(sorted({re.escape(x[:1]) for x in hosts}))
         known = b"|".join(re.escape(x) for x in sorted({*_ROOTS, *roots}))
         path = rb"/(?:%b)(?![\w-])(?:/+%b)*" % (known, _PART)
         kinds = {
-            "secret": _SECRET, "named": rb"(?P<name>%b)[^\s\"',}\]]{8,}" % _NAMED_SECRET,
-            "path": _START + rb"(?<![ps]:/)(?!/opt/(?:amazon|nvidia)\b)" + path,
-            "host": rb"(?:%b(?:%b)|(?:%b)(?=:\d+:\d+ \[)|%b)(?!\w)"
-            % (_START, names, names, _IP_NAME),
+            "secret": _SECRET, "url": _URL_SECRET,
+            "named": rb"(?P<name>%b)[^\s\"',}\]]{8,}" % _NAMED_SECRET,
+            "path": rb"(?=/)" + _START + rb"(?<![ps]:/)(?!/opt/(?:amazon|nvidia)\b)" + path,
+            "host": rb"(?=[%b])(?:%b(?:%b)|(?:%b)(?=:\d+:\d+ \[)|%b)(?!\w)"
+            % (first, _START, names, names, _IP_NAME),
             "ipv4": _IPV4, "ipv6": _IPV6, "account": _ACCOUNT, "aws": _AWS_ID,
         }  # fmt: skip
         self._pattern = re.compile(b"|".join(b"(?P<%b>%b)" % (k.encode(), v)
@@ -99,7 +106,7 @@ class Words:
         if kind == "host":
             name, dot, _ = word.partition(b".")
             return b"host-%d%b" % (self._number(kind, name), b".example" if dot else b"")
-        named = match["name"] or b""
+        named = match["name"] or match["scheme"] or b""
         return named + b"%b-%d" % (b"aws-id" if kind == "aws" else b"redacted",
                                    self._number(kind, word))  # fmt: skip
 

@@ -85,6 +85,7 @@ def test_the_same_word_is_the_same_everywhere_and_figures_are_left() -> None:
     assert words.replace(b"gpu-a gpu-b.lab.org 10.0.0.9 10.0.0.8 10.0.0.9") == (
         b"host-1 host-2.example 198.18.0.1 198.18.0.2 198.18.0.1"
     )
+    assert words.replace(b"https://ann:secret9@x.org") == b"https://redacted-1@x.org"
     assert words.replace(b"/home/ann/x.py /home/ann/y.py") == b"/d1/d2/x.py /d1/d2/y.py"
     kept = (
         b"127.0.0.1 0.0.0.0 ::1 POST /v1/completions torch==2.11.0.1 12:13:14 0.123456789012 "
