@@ -220,3 +220,15 @@ def test_a_model_directory_without_tokenizer_is_refused_before_the_server_starts
     assert code == 2
     assert "tokenizer" in said
     assert drop.read(lane.newest()).processes == []
+
+
+def test_the_micro_lane_over_gloo_is_proven_and_can_be_cut_to_one_cell(tmp_path: Path) -> None:
+    lane = Lane(tmp_path / "results")
+    command = [sys.executable, "-m", "lanekit", "run", "micro", "--profile", "cpu"]
+    command += ["--cells", "decode", "--results", str(lane.results)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    verdict = verify.verify(lane.newest())
+    assert verdict.result == "proven"
+    assert {row.op for row in verdict.micro} >= {"dispatch", "combine", "pair", "all_to_all"}
+    assert lane.strays() == []
