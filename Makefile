@@ -72,7 +72,7 @@ lint: setup ## ruff, mypy strict, shellcheck
 	@$(VENV)/bin/mypy
 	@git ls-files -z '*.sh' .ci/run | xargs -0 -r $(VENV)/bin/shellcheck
 
-test: setup ## Unit tests: seconds, no Docker, no network
+test: setup ## Unit tests: about a minute, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
 test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)

@@ -26,8 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.remedy:
             print(f"  {error.remedy}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("error: stopped", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except Exception as error:
+        # 1 would read as "refuted": whatever else goes wrong is no verdict.
+        if "LANEKIT_DEBUG" in os.environ:
+            raise
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print("  LANEKIT_DEBUG=1 shows where; please report it.", file=sys.stderr)
         return 2
 
 
@@ -143,10 +153,12 @@ def _bundle(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from lanekit import machine, plan, planning  # noqa: PLC0415
 
-    made = planning.make(_options(args), machine.read())
+    here = machine.read()
+    made = planning.make(_options(args), here)
     if args.plan:
         print(plan.render(made))
         return 0
+    planning.require_machine(made, here)
     from lanekit import run  # noqa: PLC0415
     from lanekit.progress import Progress  # noqa: PLC0415
 
@@ -210,7 +222,7 @@ def _pins(args: argparse.Namespace) -> int:
 def _report(_args: argparse.Namespace) -> int:
     from lanekit import report  # noqa: PLC0415
 
-    print(report.write(judge_again=True))
+    print(report.write())
     return 0
 
 

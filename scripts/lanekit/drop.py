@@ -15,13 +15,14 @@ import msgspec
 from lanekit import paths
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
-from lanekit.plan import Plan, inherited
+from lanekit.plan import Plan, inherited, is_secret, public
 
 MANIFEST: Final = "manifest.json"
 VERDICT: Final = "verdict.json"
 RESERVE: Final = ".reserve"  # given back when the disk is full, so that the end can be recorded
+ENDS: Final = ("complete", "failed", "interrupted")
 ROOM: Final = 128 * 1024
-SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
+SCRATCH: Final = "lane-"  # how a run's scratch folder begins
 
 
 class Drop:
@@ -59,8 +60,10 @@ class Drop:
     def state(self, state: State, failure: str | None = None) -> None:
         """Record how far the run came."""
         self.manifest.state = state
+        if state not in ENDS:
+            self.manifest.stage = state
         self.manifest.failure = failure or self.manifest.failure
-        if state in ("complete", "failed", "interrupted"):
+        if state in ENDS:
             self.manifest.ended = _now()
         self.save()
 
@@ -125,6 +128,13 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
+def boot() -> str:
+    """This boot of the machine: PIDs mean nothing beyond it."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def _first(plan: Plan) -> Manifest:
     here = Process(pid=os.getpid(), started=_self_started(), what="runner")
     known = inherited(plan)
@@ -133,10 +143,11 @@ def _first(plan: Plan) -> Manifest:
         stack=plan.stack,
         state="planned",
         started=_now(),
-        plan=msgspec.to_builtins(plan),
+        plan=public(plan),
         git=git(),
-        environment={k: v for k, v in known.items() if not any(s in k.upper() for s in SECRET)},
+        environment=public({k: v for k, v in known.items() if not is_secret(k)}),
         runner=here,
+        boot=boot(),
         patches=plan.patches,
         images=plan.containers.images if plan.containers else {},
     )

@@ -106,13 +106,19 @@ def require(name: str, source: Path) -> None:
         EnvironmentFailed: something is missing; the remedy names the packages that hold it.
     """
     text = source.read_text(encoding="utf-8") if source.is_file() else ""
-    for kind, what, where in re.findall(r"^# needs (library|command) (\S+): (.*)$", text, re.M):
+    for kind, what, where in re.findall(
+        r"^# needs (library|command|python) (\S+): (.*)$", text, re.M
+    ):
         if kind == "library":
             try:
                 ctypes.CDLL(what)
                 continue
             except OSError as error:
                 fault = str(error)
+        elif kind == "python" and sys.version_info >= tuple(map(int, what.split("."))):
+            continue
+        elif kind == "python":
+            fault = f"this is {PYTHON}; `make setup PYTHON=python{what}` after `make clean`"
         elif shutil.which(what):
             continue
         else:
@@ -421,6 +427,7 @@ REMEDIES: Final = (
         "bundle.",
     ),
     (
+        r"does not satisfy|"
         r"has no wheels with a matching|no compatible wheels|Python (ABI|implementation) tag|"
         r"platform tag|requires Python|has no usable wheels",
         "The lock holds no wheel for this Python or machine: use Python 3.11, 3.12 or 3.13 on "

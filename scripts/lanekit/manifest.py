@@ -37,6 +37,7 @@ class Process(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct):
     """`manifest.json`, rewritten atomically at every step of a run.
 
+    stage: the last state that was not an end, with the cell where one was being taken.
     started, ended: UTC, ISO 8601. timings: seconds by phase. files: path in the drop -> sha256,
     complete only when `state` is `complete`. plan: the frozen plan, as `PLAN=1` prints it.
     redacted: names of the machine were replaced afterwards, and `files` renewed.
@@ -52,6 +53,9 @@ class Manifest(msgspec.Struct):
     schema: int = SCHEMA
     ended: str | None = None
     failure: str | None = None
+    stage: str = ""
+    scratch: str = ""
+    boot: str = ""
     runner: Process | None = None
     processes: list[Process] = []
     timings: dict[str, float] = {}

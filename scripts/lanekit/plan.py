@@ -5,11 +5,14 @@ prints it and starts nothing; a drop keeps it. lanekit.planning computes it.
 """
 
 import os
-from typing import Final
+import re
+from typing import Any, Final
 
 import msgspec
 
 SCHEMA: Final = 1
+SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
+HIDDEN: Final = "(hidden)"
 
 # The only variables a run takes from its surroundings: an ambient WORLD_SIZE once hung a
 # single-node kernel test (awslabs/awsome-distributed-ai#1215), and HF_HUB_OFFLINE breaks AIPerf
@@ -114,9 +117,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     containers: Containers | None = None
 
 
+def public(value: Any) -> Any:
+    """A plan, or a part of it, as plain data without what is secret: the values of variables that
+    are named like secrets, and the user part of addresses."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
+    if isinstance(value, dict):
+        return {k: HIDDEN if is_secret(k) else public(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(each) for each in value]
+    return re.sub(r"(://)[^/@\s]+@", rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable is named like one that nobody should read."""
+    return name.isupper() and any(word in name for word in SECRET)
+
+
 def render(plan: Plan) -> str:
     """The plan as JSON for people and programs alike."""
-    return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode()
+    return msgspec.json.format(msgspec.json.encode(public(plan)), indent=2).decode()
 
 
 def inherited(plan: Plan) -> dict[str, str]:

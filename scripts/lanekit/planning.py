@@ -104,6 +104,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
     Raises:
         ConfigError: an option names something that does not exist or does not fit.
     """
+    _require_sound(options)
     chosen = choose(options, here)
     lane, profile = chosen.lane, chosen.profile
     name = spec.arm(lane, chosen.arm, profile.name).contracts[profile.name]
@@ -201,6 +202,32 @@ def _image_pins(chosen: Choice) -> dict[str, str]:
     return {name: held[name] for name in PINNED if name in held}
 
 
+def _require_sound(options: Options) -> None:
+    """Refuse options that no run could use, also where only the plan is asked for."""
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"PORT: {options.port} is no port", remedy="Give 1 to 65535, or none.")
+    index = options.torch_index
+    if index not in ("", "none") and not index.startswith(("http://", "https://", "file://")):
+        raise ConfigError(
+            f"TORCH_INDEX: '{index}' is no address of an index",
+            remedy="Give one that begins with http:// or https://, or `none` to ask nobody.",
+        )
+
+
+def require_machine(plan: Plan, here: machine.Machine) -> None:
+    """Refuse to run a fleet's plan on a machine that has not its GPUs; a plan is printed anywhere.
+
+    Raises:
+        ConfigError: fewer GPUs here than the profile has on a host.
+    """
+    profile = spec.profile(plan.profile)
+    if len(here.gpus) < profile.gpus:
+        raise ConfigError(
+            f"profile {profile.name} needs {profile.gpus} GPUs a host; {len(here.gpus)} here",
+            remedy="PLAN=1 prints its plan; leave PROFILE= out to take what fits this machine.",
+        )
+
+
 def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[spec.Profile, str]:
     if options.profile:
         chosen = spec.profile(options.profile)
@@ -280,11 +307,21 @@ def services(
         Service(
             name=name,
             host=host,
-            command=tuple(shlex.split(filled(body.get("command", "")))),
+            command=_words(path, str(body.get("command", "")), values),
             env={**{k: filled(v) for k, v in body.get("environment", {}).items()}, **env},
         )
         for name, body in found.items()
     )
+
+
+def _words(path: Path, command: str, values: Mapping[str, str]) -> tuple[str, ...]:
+    """A command as words, split before it is filled in: a path may hold spaces. Only a word that
+    is the name of arguments becomes several."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        filled = _filled(path, word, values)
+        words += shlex.split(filled) if word in ("${LANE_ARGS}", "${CELL_ARGS}") else [filled]
+    return tuple(words)
 
 
 def _filled(path: Path, text: str, values: Mapping[str, str]) -> str:
@@ -393,7 +430,8 @@ def _installed(python: str) -> dict[str, str]:
 def _drop(options: Options, name: str) -> Path:
     root = Path(options.results).resolve() if options.results else paths.RESULTS
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    return root / f"{stamp}-{name}"
+    path = root / f"{stamp}-{name}"
+    return path.with_name(f"{path.name}-{os.getpid()}") if path.exists() else path
 
 
 def free_port() -> int:

@@ -1,24 +1,26 @@
 """The `process` launcher: services in place, each in a session of its own, ended without a trace.
 
-A process is known by PID and start time, never by name. Everything it forks stays in its session
-(setsid), and the kernel does not reuse a PID while a session bears it, so the session of a
-recorded leader holds nothing but ours.
+A process is known by PID and start time or by the run's mark in its environment, never by name.
+Everything it forks stays in its session (setsid), and the kernel does not reuse a PID while a
+session bears it.
 """
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 import psutil
 
-from lanekit.errors import ServerDied
+from lanekit.errors import LaneError, ServerDied
 from lanekit.manifest import Process
 
+MARK: Final = "LANEKIT_RUN"  # in the environment of all that a run starts: the path of its drop
+UNKILLABLE_S: Final = 10.0
 GRACE_S: Final = 15.0  # vLLM's engine processes need a few seconds to leave by themselves
 
 
@@ -162,16 +164,52 @@ def spawn(
 def end(processes: Iterable[Process], grace_s: float = GRACE_S) -> list[int]:
     """End every process of the sessions that `processes` lead; returns the PIDs signalled.
 
-    First SIGTERM, then, after `grace_s` seconds, SIGKILL. A leader whose start time differs from
-    the recorded one is somebody else's process and is left alone, session and all.
+    For children of this process: while one is not waited for, nobody else can have its PID.
+
+    Raises:
+        LaneError: something would not die.
     """
-    leaders = [process for process in processes if not _reused(process)]
-    found = list(_members(leaders))
+    sessions = {process.pid for process in processes if process.pid > 1}
+    return _end(lambda: [each for each in _all() if _session(each.pid) in sessions], grace_s)
+
+
+def end_left(mark: str, processes: Iterable[Process], grace_s: float = GRACE_S) -> list[int]:
+    """End what a dead run left: all that carries its mark, and the sessions of its processes.
+
+    A process proves that it is the run's by MARK in its environment. One that overwrote its
+    environment with a title, as vLLM and AIPerf do, has to be in a session that the run recorded or
+    that holds a marked process. Whatever has an environment without the mark is left alone: PIDs
+    are reused, clocks step, and a manifest may be anybody's.
+
+    Raises:
+        LaneError: something would not die.
+    """
+    recorded = {process.pid for process in processes if process.pid > 1}
+    return _end(lambda: _left(f"{MARK}={mark}".encode(), recorded), grace_s)
+
+
+def _left(mark: bytes, recorded: set[int]) -> list[psutil.Process]:
+    environs = {each: _environ(each.pid) for each in _all()}
+    marked = {each for each, environ in environs.items() if mark in environ}
+    sessions = recorded | {_session(each.pid) for each in marked}
+    titled = {each for each, environ in environs.items() if not any(b"PATH=" in e for e in environ)}
+    return [each for each in environs if each in marked
+            or (each in titled and _session(each.pid) in sessions)]  # fmt: skip
+
+
+def _end(find: Callable[[], list[psutil.Process]], grace_s: float) -> list[int]:
+    """SIGTERM, then after `grace_s` seconds SIGKILL, and at last give up aloud."""
+    found = find()
     for victim in found:
         with suppress(psutil.Error):
             victim.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while alive := list(_members(leaders)):
+    while alive := find():
+        if time.monotonic() > deadline + UNKILLABLE_S:
+            raise LaneError(
+                f"cannot end pids {', '.join(str(each.pid) for each in alive)}",
+                remedy="They do not react to SIGKILL: look at them before the next run.",
+            )
         if time.monotonic() > deadline:
             for victim in alive:
                 with suppress(psutil.Error):
@@ -189,6 +227,23 @@ def outcome(code: int) -> str:
     return f"signal {-code}"
 
 
+class Occurrences:
+    """How often a word stands in a growing log; every call reads only what is new."""
+
+    def __init__(self, log: Path, word: bytes) -> None:
+        self._log, self._word = log, word
+        self._at = self._found = 0
+
+    def count(self) -> int:
+        """The number so far."""
+        with suppress(OSError), self._log.open("rb") as stream:
+            stream.seek(self._at)
+            new = stream.read()
+            self._at += len(new)
+            self._found += new.count(self._word)
+        return self._found
+
+
 def tail(log: Path, lines: int) -> list[str]:
     """The last lines of a log, whatever bytes it holds; empty when it cannot be read."""
     with suppress(OSError), log.open("rb") as stream:
@@ -204,18 +259,22 @@ def _started(pid: int) -> float:
         return 0.0
 
 
-def _reused(process: Process) -> bool:
-    """Whether the recorded PID now belongs to somebody else."""
-    started = _started(process.pid)
-    return started != 0.0 and abs(started - process.started) > 0.5
-
-
-def _members(leaders: Sequence[Process]) -> Iterator[psutil.Process]:
-    """The living processes of the leaders' sessions, leaders included; zombies do not count."""
-    sessions = {leader.pid for leader in leaders}
+def _all() -> Iterator[psutil.Process]:
+    """Every living process but init and this one; zombies do not count."""
     for pid in psutil.pids():
-        with suppress(psutil.Error, ProcessLookupError, PermissionError):
-            if os.getsid(pid) in sessions:
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if pid > 1 and pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def _session(pid: int) -> int:
+    with suppress(OSError):
+        return os.getsid(pid)
+    return 0
+
+
+def _environ(pid: int) -> list[bytes]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return [b"PATH="]  # gone, or not ours to read: left alone

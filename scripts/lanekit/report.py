@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from lanekit import drop as drops
-from lanekit import paths, verify
+from lanekit import paths, spec, verify
 from lanekit.errors import LaneError
 from lanekit.manifest import Manifest
 from lanekit.verdict import CellRow, Verdict
@@ -35,13 +35,14 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
     Raises:
         Unreadable: the drop has no readable manifest.
     """
-    plan = drops.read(path).plan
+    waived = sum(bool(check.waived) for check in verdict.checks)
+    result = f"{verdict.result}, {waived} waived" if waived else verdict.result
     return [
         Row(
             name=f"{verdict.lane}/{verdict.arm}/{cell.name}",
             profile=verdict.profile,
-            comparable=bool(plan.get("comparable")),
-            verdict=verdict.result,
+            comparable=spec.profile(verdict.profile).comparable,
+            verdict=result,
             figures=cell,
             drop=path.name,
         )
@@ -68,25 +69,14 @@ def breakdown(manifest: Manifest, wall: float) -> str:
     return f"seconds: {parts}; harness {harness:.1f} ({100 * harness / wall:.1f} %) of {wall:.1f}"
 
 
-def recorded(path: Path) -> Verdict:
-    """The verdict a drop holds, or a new one where it holds none that can be read."""
-    try:
-        return msgspec.json.decode((path / drops.VERDICT).read_bytes(), type=Verdict)
-    except (OSError, msgspec.DecodeError):
-        return verify.verify(path)
-
-
-def write(*, judge_again: bool) -> str:
-    """Write results/RESULTS.md from every drop below results/; returns what was written where.
-
-    judge_again: take no recorded verdict on trust.
-    """
+def write() -> str:
+    """Judge every drop below results/ anew and write RESULTS.md; returns what was written where."""
     found: list[Row] = []
     times: list[tuple[str, Verdict]] = []
     for manifest in sorted(paths.RESULTS.glob("*/manifest.json")):
         drop = manifest.parent
         try:
-            verdict = verify.verify(drop) if judge_again else recorded(drop)
+            verdict = verify.verify(drop)
             found += rows(drop, verdict)
         except LaneError:
             continue  # an unreadable drop has no row; `lanekit verify` says why

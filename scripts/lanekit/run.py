@@ -10,8 +10,9 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -56,6 +57,30 @@ class Run:
         self.drop = drop
         self.progress = progress
         self._launcher = _launcher(plan)
+        self._scratch = ""
+        self._served: process.Occurrences | None = None
+        self._before = 0
+
+    def env(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The variables of something that is started: inherited, its own, and a scratch folder.
+
+        The folder is the run's, because AIPerf leaves a file in it for every cell and vLLM a socket
+        for every start (2026-11-30); its path is short, since a socket's may hold 107 bytes.
+        """
+        found = {**inherited(self.plan), **own, process.MARK: self.plan.drop}
+        return {**found, "TMPDIR": self._scratch} if self._scratch else found
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """A folder for what engine and AIPerf leave beside the drop, removed at the end."""
+        if self.plan.containers is not None:  # containers have their own, and lose it
+            yield
+            return
+        with tempfile.TemporaryDirectory(
+            prefix=drops.SCRATCH, ignore_cleanup_errors=True
+        ) as folder:
+            self._scratch = self.drop.manifest.scratch = folder
+            yield
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -66,19 +91,21 @@ class Run:
         try:
             for service in self.plan.services:
                 log = self.drop.log(service.host, service.name)
-                env = {**inherited(self.plan), **service.env}
+                env = self.env(service.env)
                 with interrupt.held():
                     started = self._launcher.start(service.name, service.command, env, log)
                     self.drop.started(started)
                 self.progress.say(f"started {service.name} (pid {started.pid}); log: {log}")
             self._await_completion(begin)
+            self._served = process.Occurrences(self._launcher.logs()[0], b"POST /v1/completions")
             self.drop.timing("startup", time.monotonic() - begin)
             self.drop.state("ready")
             yield
         finally:
-            self.progress.now("stopping what was started")
+            self.progress.say(f"stopping what was started, {process.GRACE_S:.0f} s at most")
             begin = time.monotonic()
-            self._launcher.stop()
+            with interrupt.held():
+                self._launcher.stop()
             self.drop.manifest.timings["stop"] = round(time.monotonic() - begin, 3)
 
     def sweep(self) -> None:
@@ -114,8 +141,10 @@ class Run:
     def _take(self, name: str, cell: CellPlan) -> None:
         log = self.drop.path / cell.log
         (self.drop.path / cell.artifacts).mkdir(parents=True)
-        env = {**inherited(self.plan), **cell.env}
+        env = self.env(cell.env)
+        self.drop.manifest.stage = f"sweeping {name}"
         begin = time.monotonic()
+        self._before = self._served.count() if self._served else 0
         load = f"{cell.requests} requests at concurrency {cell.concurrency}"
         self.progress.say(f"{name}: {load if cell.requests else shlex.join(cell.command[1:])}")
         task = None
@@ -131,7 +160,8 @@ class Run:
             outcome = task.outcome(code)
         finally:
             if task is not None:
-                task.end(grace_s=3)
+                with interrupt.held():
+                    task.end(grace_s=3)
         self.drop.timing(f"cell {name}", time.monotonic() - begin)
         if code != 0:
             raise CellFailed(
@@ -149,9 +179,9 @@ class Run:
                 f"{name}: {_WHO[self.plan.driver]} was not done within its {cell.deadline_s:.0f} s",
                 remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
             )
-        logs = self._launcher.logs()
-        served = f", the server's last word: {process.tail(logs[0], 1)}" if logs else ""
-        self.progress.now(f"{name}: {spent:.0f} s{served}")
+        served = self._served.count() - self._before if self._served else 0
+        of = f", {served} of {cell.requests} requests" if cell.requests else ""
+        self.progress.now(f"{name}: {spent:.0f} s{of}")
 
 
 def _launcher(plan: Plan) -> process.Launcher:
@@ -177,7 +207,7 @@ def main(plan: Plan, progress: Progress) -> int:
         print(report.line(row))
     if not plan.comparable:
         print(f"profile {plan.profile}: not comparable with published rows, no EFA in the path")
-    print(report.write(judge_again=False))
+    print(report.write())
     print(report.breakdown(drop.manifest, time.monotonic() - begin))
     return verdict.exit_code
 
@@ -195,7 +225,8 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
         run = Run(plan, drop, progress)
         try:
             _prepare(run)
-            _script(plan.lane).measure(run)
+            with run.scratch():
+                _script(plan.lane).measure(run)
             drop.state("collecting")
             drop.manifest.timings["wall"] = round(time.monotonic() - wall, 3)
             drop.seal()
@@ -213,11 +244,11 @@ def _prepare(run: Run) -> None:
     for environment in plan.environments.values():
         if environment.locks:
             _ensure(environment.name, plan.torch_index, say)
-        elif plan.containers is None and not os.access(environment.python, os.X_OK):
-            raise ConfigError(
-                f"no interpreter at {environment.python}",
-                remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",
-            )
+        elif plan.containers is None:
+            _require_program(environment.python)
+    for cell in plan.cells.values():
+        if plan.containers is None:
+            _require_program(cell.command[0])
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
     elif Path(plan.model.path).is_absolute():
@@ -227,6 +258,14 @@ def _prepare(run: Run) -> None:
     drop.timing("install", time.monotonic() - begin)
     here = machine.read()
     drop.write(f"host/{here.host}.json", msgspec.json.format(msgspec.json.encode(here)))
+
+
+def _require_program(path: str) -> None:
+    """A given interpreter, and AIPerf beside one: found out before a server starts, not after."""
+    if not os.access(path, os.X_OK):
+        raise ConfigError(
+            f"no program at {path}", remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=."
+        )
 
 
 def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:

@@ -1,8 +1,10 @@
 """Lanes, arms, cells and profiles, as their files declare them. Strict: no unknown key passes."""
 
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -164,8 +166,23 @@ def lane_names() -> list[str]:
     return sorted(path.parent.name for path in paths.LANES.glob("*/lane.toml"))
 
 
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]*")
+
+
 def checked(found: Lane) -> Lane:
-    """A lane whose names refer to arms and profiles that exist."""
+    """A lane whose names refer to arms and profiles that exist, and can be folders of a drop."""
+    for name in (found.name, *found.arms, *found.workload.cells):
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"lane {found.name}: '{name}' cannot be a name",
+                remedy="Use lower-case letters, digits, dots and dashes.",
+            )
+    for name, cell in found.workload.cells.items():
+        if not 0 < cell.deadline_s < math.inf:
+            raise ConfigError(
+                f"lane {found.name}: cell {name} has no deadline: {cell.deadline_s}",
+                remedy="Give deadline_s in seconds, above 0.",
+            )
     for where, setting in found.profiles.items():
         _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
         _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")

@@ -148,7 +148,7 @@ def test_an_engine_killed_in_the_middle_of_a_cell(lane: Lane) -> None:
     assert found.state == "failed"
     verdict = verify.verify(lane.newest())
     assert verdict.result == "no verdict"
-    assert "incomplete, it came as far as failed" in verdict.reason
+    assert "incomplete, it came as far as sweeping c32" in verdict.reason
 
 
 def test_aiperf_killed_in_the_middle_of_a_cell(lane: Lane) -> None:

@@ -48,6 +48,23 @@ def test_secrets_never_enter_a_drop(made: plan.Plan, monkeypatch: pytest.MonkeyP
     assert "hf_do_not_write_me" not in (new.path / drop.MANIFEST).read_text()
 
 
+def test_secrets_given_by_hand_and_in_addresses_are_hidden(
+    bare: machine.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://someone:pa55@proxy:3128")
+    given = planning.Options(
+        lane="vllm",
+        results=str(tmp_path),
+        env=("AWS_SECRET_ACCESS_KEY=do-not-write",),
+        torch_index="https://u:tok3n@index/simple",
+    )
+    secret = planning.make(given, bare)
+    written = (drop.Drop.create(secret).path / drop.MANIFEST).read_text() + plan.render(secret)
+    assert not [word for word in ("do-not-write", "pa55", "tok3n") if word in written]
+    assert "AWS_SECRET_ACCESS_KEY" in written
+    assert secret.services[0].env["AWS_SECRET_ACCESS_KEY"] == "do-not-write"
+
+
 def test_a_results_folder_that_cannot_be_written_is_refused(
     bare: machine.Machine, tmp_path: Path
 ) -> None:

@@ -85,6 +85,9 @@ def test_a_local_model_is_served_from_its_folder(bare: machine.Machine, tmp_path
         ({"model": "./nowhere"}, "neither a directory here nor a hub id", "Hugging Face"),
         ({"launcher": "ssh"}, "no launcher named 'ssh'", "process"),
         ({"env": ("A",)}, "'A' is not NAME=VALUE", "A=1"),
+        ({"port": 99999}, "99999 is no port", "65535"),
+        ({"port": -1}, "-1 is no port", "65535"),
+        ({"torch_index": "notaurl"}, "no address of an index", "https://"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(
@@ -94,6 +97,21 @@ def test_a_plan_that_makes_no_sense_is_refused(
         make(bare, **options)
     assert message in caught.value.message
     assert remedy in caught.value.remedy
+
+
+def test_a_path_with_a_space_stays_one_word(bare: machine.Machine, tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    made = make(bare, model=str(folder))
+    assert str(folder) in made.services[0].command
+
+
+def test_a_fleet_is_planned_anywhere_and_run_only_where_its_gpus_are(bare: machine.Machine) -> None:
+    made = make(bare, profile="h200x2")
+    with pytest.raises(ConfigError, match="needs 2 GPUs a host; 0 here") as caught:
+        planning.require_machine(made, bare)
+    assert "PLAN=1" in caught.value.remedy
+    planning.require_machine(make(bare), bare)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,36 @@ def test_a_reused_pid_is_left_alone(stranger: subprocess.Popen[bytes]) -> None:
     old = Process(
         pid=stranger.pid, started=psutil.Process(stranger.pid).create_time() - 60, what="x"
     )
-    assert process.end([old]) == []
+    assert process.end_left("/drop", [old]) == []
     assert stranger.poll() is None
+
+
+def test_a_marked_process_is_found_without_any_record(tmp_path: Path) -> None:
+    marked = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env={**os.environ, process.MARK: str(tmp_path)},
+        start_new_session=True,
+    )
+    assert process.end_left(f"{tmp_path}-other", []) == []
+    assert process.end_left(str(tmp_path), []) == [marked.pid]
+    assert marked.wait() == -15
+
+
+def test_what_has_no_readable_environment_is_known_by_a_recorded_session(log: Path) -> None:
+    """vLLM's and AIPerf's processes overwrite theirs with a title; an empty one looks the same."""
+    launcher = process.ProcessLauncher()
+    started = launcher.start("server", [sys.executable, "-c", FAMILY], {}, log)
+    while b"up" not in log.read_bytes():
+        time.sleep(0.02)
+    assert process.end_left("/drop", []) == []
+    assert len(process.end_left("/drop", [started])) == 2
+    assert session(started.pid) == []
+    launcher.stop()
+
+
+def test_init_and_this_process_are_never_ended() -> None:
+    forged = [Process(pid=pid, started=0.0, what="x") for pid in (0, 1, os.getpid())]
+    assert process.end_left("/drop", forged) == []
 
 
 def test_an_ended_service_is_noticed_with_its_status_and_last_words(log: Path) -> None:

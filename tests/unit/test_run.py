@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lanekit import drop
+from lanekit import drop, verify
 from lanekit.manifest import Manifest
 
 STANDIN = Path(__file__).parent / "standin"
@@ -200,6 +200,51 @@ def test_a_second_run_at_once_is_refused_and_the_first_goes_on(lane: Lane) -> No
     assert code == 2
     assert "another run is under way" in said
     assert child.poll() is None
+
+
+def test_a_signal_while_the_server_is_being_stopped_waits_for_it(lane: Lane) -> None:
+    child = lane.start("--arm", "stubborn", "--cells", "quick")
+    manifest = lane.until(lambda: "cell quick" in (m := lane.manifest()).timings and m)
+    time.sleep(0.5)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    assert lane.strays(manifest) == []
+
+
+def test_a_closed_output_does_not_keep_a_run_from_ending_what_it_started(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    manifest = lane.until(sweeping(lane))
+    assert child.stdout is not None
+    child.stdout.close()
+    child.send_signal(signal.SIGHUP)
+    child.wait(timeout=60)
+    assert lane.strays(manifest) == []
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 9000, b"/no/such/drop", b"/etc"])
+def test_a_lock_that_names_nonsense_stops_nobody(lane: Lane, content: bytes) -> None:
+    (lane.scratch / "cache").mkdir()
+    (lane.scratch / "cache" / "run.lock").write_bytes(content)
+    lane.end("--cells", "quick")
+    assert lane.manifest().state == "complete"
+
+
+def test_what_engine_and_aiperf_leave_beside_the_drop_is_removed(lane: Lane) -> None:
+    lane.end("--cells", "quick")
+    manifest = lane.manifest()
+    assert manifest.scratch
+    assert not Path(manifest.scratch).exists()
+
+
+def test_an_interrupted_drop_says_how_far_it_came(lane: Lane) -> None:
+    child = lane.start("--cells", "endless")
+    lane.until(sweeping(lane))
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert lane.manifest().stage == "sweeping endless"
+    assert (
+        "it came as far as sweeping endless" in verify.verify(max(lane.results.glob("2*"))).reason
+    )
 
 
 def test_a_taken_port_is_refused_before_anything_starts(lane: Lane) -> None:

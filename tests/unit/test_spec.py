@@ -94,6 +94,19 @@ def test_a_lane_that_names_an_unknown_arm_or_profile_is_refused() -> None:
         decode(LANE.replace('cpu = "cpu"', 'p9 = "cpu"', 1))
 
 
+def test_names_that_could_leave_the_drop_and_endless_cells_are_refused() -> None:
+    def decode(old: str, new: str) -> spec.Lane:
+        assert old in LANE
+        text = LANE.replace(old, new, 1)
+        return spec.checked(toml.decode(text.encode(), spec.Lane, where="lane"))
+
+    with pytest.raises(ConfigError, match="cannot be a name"):
+        decode("c4 = {", '"../../c4" = {')
+    for deadline in ("nan", "inf", "0.0"):
+        with pytest.raises(ConfigError, match="has no deadline"):
+            decode("requests = 40", f"requests = 40, deadline_s = {deadline}")
+
+
 def test_ranks_that_do_not_follow_from_hosts_and_gpus_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import http.server
 import itertools
 import json
+import signal
 import subprocess
 import sys
 
@@ -36,6 +37,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 if "--die" in sys.argv:
     sys.exit("engine: no such device")
+if "--stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--chatty" in sys.argv:
     subprocess.Popen(["sh", "-c", "while true; do echo filling the disk; done"])
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
