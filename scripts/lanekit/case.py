@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lanekit import contract, judge, logs, micro, records, spec, toml, witness
+from lanekit import contract, judge, logs, micro, records, row, spec, toml, witness
 from lanekit.contract import Contract
 from lanekit.errors import ConfigError, Unreadable
 from lanekit.judge import Facts, Load
@@ -52,26 +52,27 @@ class _Waivers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
     """The verdict of a drop with a manifest; the options may not contradict it."""
     manifest = _manifest(drop / MANIFEST)
-    row, plan = manifest.row, manifest.plan
+    held, plan = manifest.row, manifest.plan
     for option, wanted in given.items():
-        if wanted not in (None, getattr(row, option)):
+        if wanted not in (None, getattr(held, option)):
             raise ConfigError(
-                f"{drop}: its manifest says {option} {getattr(row, option)}, not {wanted}",
+                f"{drop}: its manifest says {option} {getattr(held, option)}, not {wanted}",
                 remedy=f"Leave --{option} away: a drop with a manifest is judged by it.",
             )
     name = plan.get("contract")
     said = _contract_said(drop, manifest) if manifest.state == "complete" else ()
     subject = Subject(
-        drop, tuple(files), row.lane, row.arm, row.profile, str(name), said, ours=True
+        drop, tuple(files), held.lane, held.arm, held.profile, str(name), said, ours=True
     )
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    checks = [_integrity(drop, files, manifest.files)]
-    if plan.get("driver") == "batch":
-        return _batch(subject, plan, checks)
+    known = row.lane(held)
+    checks = [_integrity(drop, files, manifest.files), row.check(manifest, known)]
+    if row.driver(known, plan) == "batch":
+        return _batch(subject, manifest, checks)
     loads, unplanned = _planned(subject, plan)
     facts = Facts(
-        profile=spec.profile(row.profile),
+        profile=spec.profile(held.profile),
         requests=_total(loads),
         engine_version=_version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
@@ -84,40 +85,47 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
 
 def _contract_said(drop: Path, manifest: Manifest) -> tuple[str, ...]:
     """What a reader must know about the contract that the plan names."""
-    name, row = manifest.plan.get("contract"), manifest.row
+    name = manifest.plan.get("contract")
     if not isinstance(name, str):
         raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
     contract.load(name)
-    said = []
-    if manifest.plan.get("contract_sha256") != contract.digest(name):
-        said.append(f"contract {name} has changed since this drop was made; judged by today's")
-    with contextlib.suppress(ConfigError):
-        arm = spec.lane(row.lane).arms.get(row.arm)
-        usual = arm.contracts.get(row.profile) if arm else None
-        if usual not in (None, name):
-            said.append(
-                f"the lane judges {row.arm} on {row.profile} by {usual}, the plan by {name}"
-            )
-    return tuple(said)
+    if manifest.plan.get("contract_sha256") == contract.digest(name):
+        return ()
+    return (f"contract {name} has changed since this drop was made; judged by today's",)
 
 
 def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
     return _dict(_at(plan, "containers", "images"))
 
 
-def _batch(subject: Subject, plan: Mapping[str, Any], checks: Sequence[Check]) -> Verdict:
+def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Verdict:
     """A lane that ran a program once a cell, judged by what the program recorded."""
     profile = spec.profile(subject.profile)
     cells = {}
-    for name, cell in _dict(plan.get("cells")).items():
+    for name, cell in _dict(manifest.plan.get("cells")).items():
         path = subject.root / str(_at(cell, "artifacts")) / micro.NAME
         if path not in subject.files:
             raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
         cells[name] = micro.read(path)
-    checks = [*checks, *micro.judge(cells, profile.ranks)]
+    checks = [*checks, _all_cells(manifest), *micro.judge(cells, profile.ranks)]
     found = judged(subject, Facts(profile=profile, requests=None, batch=True), (), checks)
-    rows = (row for name, lines in cells.items() for row in micro.rows(name, lines))
+    rows = (each for name, lines in cells.items() for each in micro.rows(name, lines))
     return msgspec.structs.replace(found, micro=tuple(rows))
+
+
+def _all_cells(manifest: Manifest) -> Check:
+    """At least one cell, and those of the row: without any there is nothing to refute."""
+    wrong = row.cells(manifest.row, manifest.plan)
+    return Check(
+        id="cells",
+        group="load",
+        severity="required",
+        outcome="failed" if wrong else "met",
+        why="every planned cell was run, and no other",
+        expected=", ".join(manifest.row.cells) or "at least one cell",
+        actual="; ".join(wrong) or ", ".join(manifest.row.cells),
+        remedy="Run the lane again." if wrong else "",
+    )
 
 
 def _manifest(path: Path) -> Manifest:
@@ -149,7 +157,7 @@ def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
     return Verdict(
         drop=str(subject.root),
         result="no verdict",
-        reason=f"incomplete, it came as far as {manifest.state}{why}",
+        reason=f"incomplete, it came as far as {manifest.stage or manifest.state}{why}",
         lane=subject.lane,
         arm=subject.arm,
         profile=subject.profile,

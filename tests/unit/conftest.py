@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import drops
 import pytest
 
 from lanekit import machine, paths
@@ -22,3 +23,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(paths, "RESULTS", tmp_path / "results")
     return tmp_path
+
+
+@pytest.fixture
+def known_lanes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout whose lanes are those of the drops that tests make."""
+    monkeypatch.setattr(paths, "LANES", drops.lanes(tmp_path_factory.mktemp("lanes")))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from lanekit import contract
+from lanekit import contract, spec
 
 SHARED: Final = Path(
     os.environ.get("LANES_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
@@ -151,6 +151,39 @@ SUBJECTS: Final = {
     "v2-one": ("micro", "v2", "h200x1"),
 }
 
+DRIVERS: Final = {"micro": "batch"}
+
+
+def lanes(root: Path) -> Path:
+    """Lane files that know every drop made here, and nothing else of a lane."""
+    rows = [(*subject, name) for name, subject in SUBJECTS.items()]
+    for lane in {row[0] for row in rows}:
+        found = [row[1:] for row in rows if row[0] == lane]
+        arms: dict[str, dict[str, Any]] = {}
+        for arm, profile, name in found:
+            arms.setdefault(arm, {"title": arm, "contracts": {}})["contracts"][profile] = name
+        text = {
+            "name": lane,
+            "title": lane,
+            "engine": "vllm",
+            "stack": "2026-07",
+            "model": {"source": "none/none", "served_name": "tiny"},
+            "workload": {"cells": {"c4": {}}, "driver": DRIVERS.get(lane, "aiperf")},
+            "arms": arms,
+            "profiles": {profile: {"arm": arm} for arm, profile, _ in found},
+        }
+        (root / lane).mkdir(parents=True)
+        lines = "".join(f"{key} = {_inline(value)}\n" for key, value in text.items())
+        (root / lane / "lane.toml").write_text(lines)
+    return root
+
+
+def _inline(value: Any) -> str:
+    """A value as TOML writes it on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{key}" = {_inline(each)}' for key, each in value.items()) + "}"
+    return json.dumps(value)
+
 
 # 2026-11-30 11:10:00 UTC; AIPerf's local clock below is UTC too
 START: Final = 1_796_037_000.0
@@ -212,6 +245,20 @@ def aiperf(folder: Path, *, requests: int = 8, concurrency: int = 4) -> Path:
     return folder
 
 
+def micro(folder: Path, world: int) -> Path:
+    """What a cell of the micro program leaves: one shape, checked and then timed."""
+    shape = {"v": 1, "mode": "eager", "dtype": "bf16", "tokens": 8, "op": "pair"}
+    lines: list[dict[str, Any]] = [
+        {"v": 1, "kind": "run", "world": world},
+        {**shape, "kind": "check", "ok": True},
+        {**shape, "kind": "time", "p50_us": 9.0, "min_us": 8.0, "max_us": 10.0},
+        {"v": 1, "kind": "done"},
+    ]
+    folder.mkdir(parents=True)
+    (folder / "micro.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change top-level fields of a JSON file; None removes one."""
     found = json.loads(path.read_text()) | changes
@@ -219,32 +266,50 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def drop(
-    root: Path, name: str = "cpu", edit: Edit = list, *, plan: Mapping[str, Any] | None = None
+    root: Path,
+    name: str = "cpu",
+    edit: Edit = list,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    **other: Any,
 ) -> Path:
-    """A complete drop of ours, judged by the contract `name`, its log edited, sealed."""
+    """A complete drop of ours, judged by the contract `name`, its log edited, sealed; `other`
+    replaces fields of its manifest."""
     lane, arm, profile = SUBJECTS[name]
     (root / "logs").mkdir(parents=True)
     (root / "logs" / "here-server.log").write_text("\n".join(edit(log(name))) + "\n")
-    aiperf(root / "aiperf" / "c4")
-    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    full_plan = {
+    batch = DRIVERS.get(lane) == "batch"
+    ranks = spec.profile(profile).ranks
+    if batch:
+        micro(root / "micro" / "c4", ranks)
+    else:
+        aiperf(root / "aiperf" / "c4")
+    load = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
+    cell = {"artifacts": "micro/c4"} if batch else load
+    full_plan: dict[str, Any] = {
         "contract": name,
         "contract_sha256": contract.digest(name),
+        "lane": lane,
+        "arm": arm,
+        "profile": profile,
+        "driver": DRIVERS.get(lane, "aiperf"),
         "engine": "vllm",
+        "ranks": ranks,
         "cells": {"c4": cell},
         "pins": {"vllm": "0.24.0", "aiperf": "0.10.0"},
         "model": {"served_name": "tiny"},
     } | dict(plan or {})
     manifest = {
         "schema": 1,
-        "row": {"lane": lane, "arm": arm, "profile": profile, "cells": ["c4"]},
+        "row": {"lane": lane, "arm": arm, "profile": profile, "cells": [*full_plan["cells"]]},
         "stack": "2026-07",
         "state": "complete",
         "started": "2026-11-30T11:00:00.000+00:00",
         "plan": full_plan,
         "git": {},
         "environment": {},
-    }
+        "ended": "2026-11-30T11:13:00.000+00:00",
+    } | other
     (root / "manifest.json").write_text(json.dumps(manifest))
     return seal(root)
 

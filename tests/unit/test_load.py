@@ -15,6 +15,8 @@ from lanekit.errors import ConfigError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
 
+pytestmark = pytest.mark.usefixtures("known_lanes")
+
 SUMMARY = "profile_export_aiperf.json"
 RECORDS = "profile_export.jsonl"
 

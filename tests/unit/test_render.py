@@ -12,6 +12,8 @@ from lanekit import contract, paths, render, verdict
 from lanekit.verdict import Check, Place, Verdict
 from lanekit.verify import verify
 
+pytestmark = pytest.mark.usefixtures("known_lanes")
+
 SCHEMA = paths.ROOT / "scripts" / "lanekit" / "resources" / "verdict.schema.json"
 
 

@@ -3,9 +3,11 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import drops
 import pytest
@@ -16,6 +18,7 @@ from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
 
 TRTLLM = drops.PUBLISHED / "trtllm-deepep-dropin-20260707"
+pytestmark = pytest.mark.usefixtures("known_lanes")
 EAGER = drops.SHARED / "logs" / "h200x2-vllm-deepep_v2-eager.log"
 
 
@@ -185,24 +188,49 @@ def test_a_contract_that_changed_since_is_said(tmp_path: Path) -> None:
     assert any("has changed since" in said for said in found.said)
 
 
-def test_a_contract_other_than_the_lane_s_is_said(tmp_path: Path) -> None:
+def test_a_contract_other_than_the_lane_s_refutes(tmp_path: Path) -> None:
     root = drops.drop(
         tmp_path / "d", "cpu", lambda _: drops.log("floor"), plan={"contract": "floor"}
     )
-    assert any("judges floor on cpu by cpu" in said for said in verify(root).said)
+    assert check(verify(root), "manifest").actual == "contract floor, the lane has cpu"
 
 
-def batch(root: Path, cells: dict[str, dict[str, str]]) -> Verdict:
+@pytest.mark.parametrize(
+    ("plan", "other", "said"),
+    [
+        ({"arm": "epnc8"}, {}, "arm epnc8 planned, floor in the row"),
+        ({"lane": None}, {}, "lane None planned, vllm in the row"),
+        ({"profile": "h200x2"}, {}, "profile h200x2 planned, cpu in the row"),
+        ({"driver": "batch"}, {}, "driver batch, the lane has aiperf"),
+        ({"engine": "trtllm"}, {}, "engine trtllm, the lane has vllm"),
+        ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
+        ({}, {"ended": None}, "complete, but it never ended"),
+        ({}, {"patches": {"vllm/0.24.0": "0" * 64}}, "patches vllm/0.24.0, the lane has none"),
+        ({}, {"row": {"lane": "vllm", "arm": "floor", "profile": "cpu", "cells": ["c4", "c8"]}},
+         "cells c4 planned, c4, c8 in the row"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_contradicts_itself_or_its_lane_refutes(
+    tmp_path: Path, plan: dict[str, Any], other: dict[str, Any], said: str
+) -> None:
+    found = verify(drops.drop(tmp_path / "d", plan=plan, **other))
+    assert (found.result, check(found, "manifest").actual) == ("refuted", said)
+
+
+@pytest.mark.parametrize(("lane", "arm"), [("vllm", "nonesuch"), ("nonesuch", "floor")])
+def test_a_row_that_no_lane_knows_has_no_verdict(tmp_path: Path, lane: str, arm: str) -> None:
+    row = {"lane": lane, "arm": arm, "profile": "cpu", "cells": ["c4"]}
+    found = verify(drops.drop(tmp_path / "d", plan={"lane": lane, "arm": arm}, row=row))
+    assert (found.result, found.exit_code) == ("no verdict", 2)
+    assert check(found, "manifest").actual == f"this checkout has no {lane}/{arm} on cpu"
+
+
+def batch(root: Path, cells: dict[str, dict[str, str]], **other: Any) -> Verdict:
     """A drop of a program that was started once a cell, each time as other processes."""
-    drop = drops.drop(root / "d", "v2-one", plan={"driver": "batch", "cells": cells})
-    run = {"v": 1, "kind": "run", "world": 1}
-    shape = {"v": 1, "mode": "eager", "dtype": "bf16", "tokens": 8, "op": "pair"}
-    lines = [run, {**shape, "kind": "check", "ok": True}, {**shape, "kind": "time", "p50_us": 9.0,
-             "min_us": 8.0, "max_us": 10.0}, {"v": 1, "kind": "done"}]  # fmt: skip
+    drop = drops.drop(root / "d", "v2-one", plan={"cells": cells}, **other)
+    shutil.rmtree(drop / "micro")
     for name in ("decode", "prefill"):
-        (drop / "micro" / name).mkdir(parents=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (drop / "micro" / name / "micro.jsonl").write_text(text)
+        drops.micro(drop / "micro" / name, 1)
     again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", "8000")
     (drop / "logs" / "vm-prefill.log").write_text(again + "\n")
     return verify(drops.seal(drop))
@@ -211,6 +239,23 @@ def batch(root: Path, cells: dict[str, dict[str, str]]) -> Verdict:
 def test_a_batch_drop_is_judged_cell_by_cell(tmp_path: Path) -> None:
     found = batch(tmp_path, {n: {"artifacts": f"micro/{n}"} for n in ("decode", "prefill")})
     assert (found.result, [row.cell for row in found.micro]) == ("proven", ["decode", "prefill"])
+
+
+def test_a_batch_drop_without_cells_proves_nothing(tmp_path: Path) -> None:
+    found = batch(tmp_path, {})
+    assert (found.result, check(found, "cells").outcome) == ("refuted", "failed")
+
+
+def test_a_batch_drop_that_lacks_a_cell_of_its_row_is_refuted(tmp_path: Path) -> None:
+    row = {"lane": "micro", "arm": "v2", "profile": "h200x1", "cells": ["decode", "prefill"]}
+    found = batch(tmp_path, {"decode": {"artifacts": "micro/decode"}}, row=row)
+    assert (found.result, check(found, "cells").outcome) == ("refuted", "failed")
+
+
+def test_a_server_s_drop_is_not_judged_as_a_program_s(tmp_path: Path) -> None:
+    """As a batch drop it would need no AIPerf export at all."""
+    root = drops.drop(tmp_path / "d", plan={"driver": "batch"})
+    assert check(verify(root), "requests").outcome == "met"
 
 
 @pytest.mark.parametrize("where", ["../outside", "micro/absent", "/etc"])
