@@ -22,6 +22,10 @@ WAIVERS: Final = "waivers.toml"
 # always shown.
 UNLISTED: Final = (MANIFEST, "verdict.json", WAIVERS)
 HOST_LIMIT: Final = 16 << 20
+MANIFEST_LIMIT: Final = 16 << 20  # a real one is about 20 KiB
+WAIVERS_LIMIT: Final = 1 << 20
+SHOWN: Final = 40  # of a list of whatever length
+TEXT: Final = 4000  # of a sentence made from a drop's own words
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -130,6 +134,8 @@ def _all_cells(manifest: Manifest) -> Check:
 
 def _manifest(path: Path) -> Manifest:
     try:
+        if path.stat().st_size > MANIFEST_LIMIT:
+            raise Unreadable(f"{path}: larger than {MANIFEST_LIMIT >> 20} MiB", remedy="Not ours.")
         found = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise Unreadable(f"{path}: {error}", remedy="Restore the manifest.") from error
@@ -177,6 +183,7 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
         digests = list(pool.map(lambda name: sha256(there[name]), both))
     changed = [name for name, digest in zip(both, digests, strict=True) if digest != listed[name]]
     bad = [f"changed: {n}" for n in changed] + [f"added: {n}" for n in added]
+    shown = [*bad[:SHOWN], *([f"{len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
     first = Place((changed + added)[0], 0) if bad else None
     return Check(
         id="files",
@@ -185,7 +192,7 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
         outcome="failed" if bad or missing else "met" if listed else "unchecked",
         why="every file is the one that the run left",
         expected=f"{len(listed)} files with the sha256 of the manifest",
-        actual="; ".join(bad) or f"{len(both)} of {len(listed)} files",
+        actual="; ".join(shown) or f"{len(both)} of {len(listed)} files",
         first=first,
         last=first,
         missing=tuple(missing),
@@ -335,7 +342,7 @@ def judged(
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
     checks += [judge.same_run(loads, evidence, whole=subject.ours)] if loads and serve else []
-    checks, waived = _waived(subject, checks)
+    checks, waived = _waived(subject, [_short(check) for check in checks])
     result, reason = decide(checks)
     if not serve and result == "no verdict":
         reason = "no serve log"
@@ -354,6 +361,15 @@ def judged(
         checks=tuple(checks),
         cells=tuple(_row(x.name, x.folder, x.cell) for x in loads if x.cell is not None),
         unproven=found.unproven,
+    )
+
+
+def _short(check: Check) -> Check:
+    """A check whose words, which are the drop's, cannot outgrow a screen."""
+    more = len(check.missing) - SHOWN
+    tail = (f"{more} more",) if more > 0 else ()
+    return msgspec.structs.replace(
+        check, actual=check.actual[:TEXT], missing=(*check.missing[:SHOWN], *tail)
     )
 
 
@@ -382,6 +398,8 @@ def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], lis
     path = subject.root / WAIVERS
     if path not in subject.files:
         return list(checks), []
+    if path.stat().st_size > WAIVERS_LIMIT:
+        raise Unreadable(f"{path}: larger than {WAIVERS_LIMIT} bytes", remedy="Shorten it.")
     known = [check.id for check in checks if check.group != "drop"]
     reasons: dict[str, str] = {}
     for waiver in toml.load(path, _Waivers).waiver:

@@ -42,13 +42,14 @@ class Log(msgspec.Struct, frozen=True):
 
 
 def inside(root: Path) -> Iterator[Path]:
-    """Every regular file under root, sorted.
+    """Every regular file under root, sorted. Links are not followed and do not count: the file
+    they lead to is there already, or it is no part of the drop.
 
     Raises:
-        Unreadable: a link leads out of root.
+        Unreadable: a link leads out of root, a folder cannot be read, or a name is not UTF-8.
     """
     true_root = root.resolve()
-    for at, folders, names in os.walk(root):
+    for at, folders, names in os.walk(root, onerror=_refuse):
         folders.sort()
         for name in sorted((*names, *folders)):
             path = Path(at, name)
@@ -57,9 +58,15 @@ def inside(root: Path) -> Iterator[Path]:
                     f"{path}: a link that leads out of the drop",
                     remedy="A drop holds its own files; replace the link by the file.",
                 )
+            if not name.isprintable():  # lone surrogates stand for bytes that are not UTF-8
+                raise Unreadable(f"{str(path)!a}: not a name to print", remedy="Rename it.")
             with contextlib.suppress(OSError):
-                if name in names and stat.S_ISREG(path.stat().st_mode):
+                if name in names and stat.S_ISREG(path.lstat().st_mode):
                     yield path
+
+
+def _refuse(error: OSError) -> None:
+    raise Unreadable(f"{error.filename}: {error.strerror}", remedy="Check the folder.") from error
 
 
 def find(root: Path, files: Sequence[Path], *, ours: bool) -> list[Log]:

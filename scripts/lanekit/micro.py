@@ -12,6 +12,7 @@ from lanekit.verdict import Check, MicroRow, Place
 
 FORMAT: Final = 1  # of micro.jsonl
 NAME: Final = "micro.jsonl"
+LIMIT: Final = 16 << 20  # the longest sweep measured leaves 0.2 MiB
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -40,6 +41,8 @@ def read(path: Path) -> list[Record]:
         Unreadable: a line is no record of this format, or the file cannot be read.
     """
     try:
+        if path.stat().st_size > LIMIT:
+            raise Unreadable(f"{path}: larger than {LIMIT >> 20} MiB", remedy="Not the program's.")
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise Unreadable(f"{path}: {error.strerror}", remedy="Run the lane again.") from error
@@ -49,7 +52,7 @@ def read(path: Path) -> list[Record]:
 def _record(path: Path, number: int, line: bytes) -> Record:
     try:
         found = msgspec.json.decode(line, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Unreadable(f"{path}:{number}: {error}", remedy="The run was cut: again.") from error
     if found.v != FORMAT:
         raise Unreadable(
@@ -114,7 +117,7 @@ def rows(cell: str, records: Iterable[Record]) -> list[MicroRow]:
     all, spread their range over that median."""
     groups: dict[tuple[str, str, str, int, int], list[Record]] = {}
     for r in records:
-        if r.kind == "time" and r.p50_us is not None:
+        if r.kind == "time" and None not in (r.p50_us, r.min_us, r.max_us):
             groups.setdefault((r.op, r.mode, r.dtype, r.tokens or 0, r.bytes), []).append(r)
     return [_row(cell, key, found) for key, found in groups.items()]
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import math
 import os
+import stat
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from lanekit.errors import Unreadable
 SUMMARY: Final = "profile_export_aiperf.json"
 RECORDS: Final = "profile_export.jsonl"
 SUMMARY_LIMIT: Final = 64 << 20
+FAULTS: Final = 20  # shown of a load point
+NANOSECONDS: Final = 1 << 96  # since the epoch; beyond it a difference may not fit a float
 RECORD_LIMIT: Final = 16 << 20  # a record of 10^5 tokens with its chunk latencies is about 2 MB
 
 
@@ -138,8 +141,9 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 def find(root: Path) -> list[Path]:
-    """Every AIPerf folder under root, sorted; links are not followed."""
-    return sorted(Path(at) for at, _, names in os.walk(root) if SUMMARY in names)
+    """Every AIPerf folder under root, sorted; links are not followed and do not count."""
+    found = (Path(at) for at, _, names in os.walk(root) if SUMMARY in names)
+    return sorted(folder for folder in found if not (folder / SUMMARY).is_symlink())
 
 
 def read_cell(folder: Path) -> CellFigures:
@@ -163,7 +167,7 @@ def read(folder: Path) -> Cell:
     return Cell(
         folder=folder,
         summary=_summary_figures(found),
-        records=_records(folder / RECORDS) if (folder / RECORDS).exists() else None,
+        records=_records(folder / RECORDS) if os.path.lexists(folder / RECORDS) else None,
         version=found.aiperf_version,
         model=_text(_dig(config, "models", "items", 0, "name")),
         concurrency=_whole(phase.get("concurrency")),
@@ -178,8 +182,20 @@ def read(folder: Path) -> Cell:
     )
 
 
+def regular(path: Path) -> None:
+    """Refuse what is no plain file: a pipe would never end, a link counts one file twice.
+
+    Raises:
+        Unreadable: it is a pipe, a device, a link or a folder.
+        OSError: it does not exist.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Unreadable(f"{path}: not a regular file", remedy="Replace it by the file itself.")
+
+
 def _summary(path: Path) -> _Summary:
     try:
+        regular(path)
         if path.stat().st_size > SUMMARY_LIMIT:
             raise Unreadable(f"{path}: larger than {SUMMARY_LIMIT} bytes", remedy="Not AIPerf's.")
         return msgspec.json.decode(path.read_bytes(), type=_Summary)
@@ -237,14 +253,16 @@ def _records(path: Path) -> Records:
         meta, metrics = record.metadata, record.metrics
         if meta.benchmark_phase != "profiling":
             continue
-        duplicates += meta.x_request_id is not None and meta.x_request_id in seen
-        seen.add(meta.x_request_id or f"line {number}")
+        if meta.x_request_id is not None:
+            duplicates += meta.x_request_id in seen
+            seen.add(meta.x_request_id)
         if record.error is not None or meta.was_cancelled:
             failed += 1
             continue
         fault, spread = _times(meta, metrics)
         if fault or spread is None:
-            faults.append(f"{path.name}:{number} {fault}")
+            if len(faults) < FAULTS:
+                faults.append(f"{path.name}:{number} {fault}")
             continue
         done += 1
         begin, end, wait, per_token, length = spread
@@ -268,7 +286,7 @@ def _records(path: Path) -> Records:
         ),
         osl=tokens / done if done else None,
         duplicates=duplicates,
-        faults=tuple(faults[:20]),
+        faults=tuple(faults),
         window=(first, last) if done else None,
     )
 
@@ -292,6 +310,8 @@ def _times(
     )
     if latency is None or wait is None or length is None or start is None or stop is None:
         return "lacks a time or a length", None
+    if not (0 <= start < NANOSECONDS and 0 <= stop < NANOSECONDS):
+        return "states a time that no clock shows", None
     took = (stop - start) / 1e6
     # The latency ends with the last token, the request with its stream: 0.11 ms apart at most in
     # the published records (2026-07), 29 ms on two busy cores (2026-11-30). Never the other way.
@@ -305,6 +325,7 @@ def _lines(path: Path) -> Iterator[tuple[int, _Record]]:
     decode = msgspec.json.Decoder(_Record).decode
     number = 0
     try:
+        regular(path)
         with path.open("rb") as stream:
             for number, line in enumerate(iter(lambda: stream.readline(RECORD_LIMIT), b""), 1):
                 if len(line) >= RECORD_LIMIT:
@@ -361,7 +382,9 @@ def _text(value: Any) -> str | None:
 
 
 def _time(value: str | None) -> datetime.datetime | None:
+    """A local time; None for what is none, and for years that only a forger needs."""
     try:
-        return datetime.datetime.fromisoformat(value).replace(tzinfo=None) if value else None
+        found = datetime.datetime.fromisoformat(value) if value else None
     except ValueError:
         return None
+    return found.replace(tzinfo=None) if found and 2000 <= found.year < 2100 else None

@@ -5,6 +5,7 @@ what is judged, lanekit.judge judges it, lanekit.render prints it.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,13 +53,27 @@ def verify(
         Unreadable: it is missing, empty, or holds a file that cannot be read.
         ConfigError: lane, arm or profile cannot be told, do not exist or do not fit.
     """
+    try:
+        return _verify(drop, {"lane": lane, "arm": arm, "profile": profile})
+    except (RecursionError, OSError, ValueError, OverflowError, RuntimeError) as error:
+        # Bytes made to break a reader (nesting, absurd numbers, looping links) are no verdict.
+        shown = ascii(str(drop))[1:-1][:300]
+        raise Unreadable(
+            f"{shown}: cannot be read: {type(error).__name__}: {str(error)[:200]}",
+            remedy="Fetch the drop again.",
+        ) from error
+
+
+def _verify(drop: Path, given: dict[str, str | None]) -> "Verdict":
     from lanekit import case, logs  # noqa: PLC0415
 
+    str(drop).encode()
     if not drop.exists():
         raise Unreadable(f"{drop}: no such file or directory", remedy="Check the path.")
     files = [drop] if drop.is_file() else list(logs.inside(drop))
     if not files or not any(path.stat().st_size for path in files):
         raise Unreadable(f"{drop}: empty", remedy="Nothing was collected: run the lane again.")
-    given = {"lane": lane, "arm": arm, "profile": profile}
     ours = drop / case.MANIFEST in files
+    if not ours and os.path.lexists(drop / case.MANIFEST):
+        raise Unreadable(f"{drop / case.MANIFEST}: not a regular file", remedy="Restore it.")
     return case.ours(drop, files, given) if ours else case.foreign(drop, files, given)

@@ -62,3 +62,17 @@ def test_a_damaged_record_is_unreadable_and_named(tmp_path: Path, text: str) -> 
     path.write_text(json.dumps(RUN) + "\n" + text + "\n")
     with pytest.raises(Unreadable, match=r"micro\.jsonl:2"):
         micro.read(path)
+
+
+def test_a_file_larger_than_any_sweep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / micro.NAME
+    with path.open("wb") as stream:
+        stream.truncate(3 << 30)
+    with pytest.raises(Unreadable, match="larger than"):
+        micro.read(path)
+
+
+def test_a_time_without_its_extremes_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / micro.NAME
+    path.write_text(json.dumps({**TIME, "min_us": None, "max_us": None}) + "\n")
+    assert micro.rows("decode", micro.read(path)) == []

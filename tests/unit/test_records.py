@@ -47,3 +47,26 @@ def test_a_request_whose_tokens_all_came_at_once_has_no_rate_of_its_own(tmp_path
     cell = written(tmp_path / "c4", record(0), burst)
     assert cell.figures.requests == 2
     assert cell.figures.tok_s_user == pytest.approx(100.0)
+
+
+def test_a_time_beyond_any_number_is_a_fault(tmp_path: Path) -> None:
+    far = record(0)
+    far["metadata"]["request_end_ns"] = 10**400
+    cell = written(tmp_path / "c4", far)
+    assert cell.records is not None
+    assert "no clock shows" in cell.records.faults[0]
+
+
+def test_faults_are_counted_only_as_far_as_they_are_shown(tmp_path: Path) -> None:
+    empty: dict[str, object] = {"metadata": {}, "metrics": {}}
+    cell = written(tmp_path / "c4", *[empty] * 100)
+    assert cell.records is not None
+    assert len(cell.records.faults) == 20
+
+
+@pytest.mark.parametrize("year", ["0001", "9999"])
+def test_a_year_that_no_arithmetic_can_shift_is_no_time(tmp_path: Path, year: str) -> None:
+    written(tmp_path / "c4", record(0))
+    text = json.dumps({"end_time": f"{year}-01-01T00:00:00+05:00"})
+    (tmp_path / "c4" / "profile_export_aiperf.json").write_text(text)
+    assert records.read(tmp_path / "c4").end is None

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,78 @@ def test_a_pipe_in_a_drop_is_not_opened(tmp_path: Path) -> None:
     root = drops.drop(tmp_path / "d")
     os.mkfifo(root / "logs" / "pipe.log")
     assert verify(root).result == "proven"
+
+
+def nested(root: Path) -> None:
+    (root / "waivers.toml").write_text("a = " + "[" * 100_000)
+
+
+def looping(root: Path) -> None:
+    (root / "logs" / "a.log").symlink_to("b.log")
+    (root / "logs" / "b.log").symlink_to("a.log")
+
+
+def unprintable(root: Path) -> None:
+    Path(os.fsdecode(bytes(root / "logs") + b"/\xff.log")).write_text("x\n")
+
+
+def deep(root: Path) -> None:
+    """Deeper than any path may be long."""
+    at, name = os.open(root, os.O_RDONLY), "deeper" * 40
+    for _ in range(20):
+        os.mkdir(name, dir_fd=at)
+        below = os.open(name, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(at)
+
+
+def piped(root: Path) -> None:
+    (root / "manifest.json").unlink()
+    os.mkfifo(root / "manifest.json")
+
+
+def piped_records(root: Path) -> None:
+    (root / "aiperf" / "c4" / "profile_export.jsonl").unlink()
+    os.mkfifo(root / "aiperf" / "c4" / "profile_export.jsonl")
+
+
+def vast(name: str) -> Callable[[Path], None]:
+    def grow(root: Path) -> None:
+        with (root / name).open("ab") as stream:
+            stream.truncate(3 << 30)
+
+    return grow
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [nested, looping, unprintable, deep, piped, piped_records, vast("manifest.json"),
+     vast("waivers.toml")],
+)  # fmt: skip
+def test_what_is_made_to_break_a_reader_is_one_line_and_exit_2(
+    tmp_path: Path, breaks: Callable[[Path], None]
+) -> None:
+    root = drops.drop(tmp_path / "d")
+    breaks(root)
+    with pytest.raises(LaneError) as caught:
+        verify(root)
+    assert caught.value.exit_code == 2
+    assert len(caught.value.message.splitlines()) == 1
+    caught.value.message.encode()
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, os.fsdecode(b"\xff")])
+def test_a_path_that_cannot_be_one_is_unreadable(name: str) -> None:
+    with pytest.raises(Unreadable):
+        verify(Path(name))
+
+
+def test_a_list_of_a_thousand_files_is_cut(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    files = {f"logs/{n:04}.log": "0" * 64 for n in range(1000)}
+    drops.edit_json(root / "manifest.json", files=files)
+    assert check(verify(root), "files").missing[-1] == "960 more"
 
 
 def test_json_and_exit_code_of_the_command(tmp_path: Path) -> None:
