@@ -28,7 +28,8 @@ JOINS: Final = (
     scan.probe(
         "join:nccl",
         " localRanks ",
-        r"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[\d+\] NCCL INFO comm 0x[0-9a-f]+ "
+        r"(?P<host>[A-Za-z0-9][\w.-]{0,252}):(?P<pid>\d{1,10}):\d{1,10} \[\d+\] "
+        r"NCCL INFO comm 0x[0-9a-f]+ "
         r"rank (?P<rank>\d+) nRanks (?P<world>\d+) nNodes \d+ localRanks \d+ "
         r"localRank (?P<local>\d+)",
     ),

@@ -194,14 +194,17 @@ class _Scan:
             self.watch([p for p in self.probes if p.id not in self.over])
 
     def _match(self, probe_: Probe, window: bytes, at: int, head: bytes, mark: Mark) -> None:
-        for match in probe_.pattern.finditer(window):
-            if match.start() <= at < match.end():
-                if window.find(probe_.literal, match.start()) != at:
-                    break  # the same match was met at an earlier literal
-                source = prefix.parse(head)
-                if not source.echo:
-                    self._keep(probe_, match, source, mark)
-                break
+        """Match around the literal at `at` only, as far as its neighbours: whatever stands in a
+        line, each byte is looked at for one literal (40 s for 100 KiB of one, 2026-11-30)."""
+        literal = probe_.literal
+        before = window.rfind(literal, 0, at)
+        after = window.find(literal, at + len(literal))
+        start = max(at - BEFORE, before + len(literal) if before >= 0 else 0)
+        match = probe_.pattern.search(window, start, after if after >= 0 else len(window))
+        if match and match.start() <= at < match.end():
+            source = prefix.parse(head)
+            if not source.echo:
+                self._keep(probe_, match, source, mark)
 
     def _keep(
         self, probe_: Probe, match: re.Match[bytes], source: prefix.Prefix, mark: Mark

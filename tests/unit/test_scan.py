@@ -1,16 +1,17 @@
 """The scanner sees the same lines as a plain reading of the file, whatever the file holds."""
 
 import io
+import itertools
 import re
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanekit import prefix, scan
+from lanekit import contract, prefix, scan
 
 PROBES = (
     scan.probe("provider", "provider is ", r"provider is (?P<name>\w+)"),
@@ -46,6 +47,14 @@ def scanned(data: bytes, make: Make, *, block: int = scan.BLOCK) -> Seen:
     return seen
 
 
+def around_literals(probe: scan.Probe, line: bytes) -> Iterator[re.Match[bytes]]:
+    """The first match between each literal's neighbours."""
+    parts = line.split(probe.literal)
+    for before, after in itertools.pairwise(parts):
+        if match := probe.pattern.search(before + probe.literal + after):
+            yield match
+
+
 def plainly(data: bytes) -> Seen:
     """The same by reading line after line."""
     seen: Seen = {}
@@ -54,7 +63,7 @@ def plainly(data: bytes) -> Seen:
         if prefix.parse(line[:256]).echo:
             continue
         for probe in PROBES:
-            for match in probe.pattern.finditer(line):
+            for match in around_literals(probe, line):
                 values = tuple(
                     (k, v.decode("utf-8", "backslashreplace")) for k, v in match.groupdict().items()
                 )
@@ -141,6 +150,36 @@ def test_memory_does_not_grow_with_the_file(make: Make) -> None:
     tracemalloc.stop()
     assert found.size == 64 << 20
     assert peak < 4 << 20
+
+
+@engines
+@pytest.mark.parametrize(
+    "text",
+    ["[lane-evidence] v=1 ", "non-default args: {", "a" * 500 + "Selected provider is ",
+     "Initializing a V1 LLM engine (v1) with config: tensor_parallel_size=1, device_config=c, "],
+)  # fmt: skip
+def test_a_line_of_nothing_but_literals_is_looked_at_once(
+    make: Make, text: str, monkeypatch: Any
+) -> None:
+    """Each literal is matched only as far as its neighbours, so the work is the line's length."""
+    looked: list[int] = []
+
+    class Counting:
+        def __init__(self, pattern: re.Pattern[bytes]) -> None:
+            self.pattern = pattern
+
+        def search(self, line: bytes, start: int, end: int) -> re.Match[bytes] | None:
+            looked.append(end - start)
+            return self.pattern.search(line, start, end)
+
+    probes = [
+        scan.Probe(name, rule.literal.encode(), Counting(re.compile(rule.pattern.encode())))  # type: ignore[arg-type]
+        for name, rule in contract.rules().items()
+    ]
+    data = text.encode() * (50_000 // len(text))
+    scan.scan(io.BytesIO(data), probes, make=make)
+    kinds = sum(rule.literal in text for rule in contract.rules().values())
+    assert 0 < sum(looked) <= 3 * kinds * len(data) + scan.AFTER
 
 
 @engines
