@@ -65,7 +65,7 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 def judge(cells: Mapping[str, Sequence[Record]], ranks: int) -> list[Check]:
     """One check a cell and rule: it ran to its end, on every rank, and every shape came back right.
 
-    A shape that was timed but not checked refutes: fast garbage is not a result.
+    A shape that was timed before it was checked refutes: fast garbage is not a result.
     """
     return [check for name in cells for check in _cell(name, cells[name], ranks)]
 
@@ -73,31 +73,45 @@ def judge(cells: Mapping[str, Sequence[Record]], ranks: int) -> list[Check]:
 def _cell(name: str, records: Sequence[Record], ranks: int) -> Iterable[Check]:
     place = Place(f"micro/{name}/{NAME}", len(records))
     worlds = {r.world for r in records if r.kind == "run"}
-    done = [r for r in records if r.kind == "done"]
+    kinds = [r.kind for r in records]
+    ends = f"{kinds.count('run')} starts, {kinds.count('done')} ends"
+    order = kinds[:1] == ["run"] and kinds[-1:] == ["done"]
+    once = kinds.count("run") == kinds.count("done") == 1
+    whole = order and once and worlds == {ranks}
     yield Check(
         id=f"{name}-complete",
         group="load",
         severity="required",
-        outcome="met" if done and worlds == {ranks} else "failed" if records else "unchecked",
+        outcome="met" if whole else "failed" if records else "unchecked",
         why="the program ran to its end on every rank",
-        expected=f"one end, world {ranks}",
-        actual=f"{len(done)} ends, world {', '.join(map(str, sorted(map(str, worlds))))}",
+        expected=f"one start first, one end last, world {ranks}",
+        actual=f"{ends}{'' if order else ', out of order'}, world "
+        f"{', '.join(sorted(map(str, worlds))) or 'unknown'}",
         first=place,
         last=place,
         remedy="Read the cell's log; run the lane again.",
     )
-    checked = {_shape(r) for r in records if r.kind == "check" and r.ok is True}
-    wrong = {_shape(r) for r in records if r.kind == "check" and r.ok is not True}
-    timed = {_shape(r) for r in records if r.kind == "time" and r.tokens and r.op in EXCHANGES}
-    bad = sorted(wrong | (timed - checked))
+    checked: set[Shape] = set()
+    timed: set[Shape] = set()
+    wrong: set[Shape] = set()
+    for r in records:
+        if r.kind == "check":
+            (checked if r.ok is True else wrong).add(_shape(r))
+        elif r.kind == "time" and not _sane(r):
+            wrong.add(_shape(r))
+        elif r.kind == "time" and r.tokens and r.op in EXCHANGES:
+            timed.add(_shape(r))
+            wrong |= {_shape(r)} - checked  # a check that comes later says nothing of this time
+    bad = sorted(wrong)
     yield Check(
         id=f"{name}-correct",
         group="load",
         severity="required",
         outcome="failed" if bad else "met" if timed else "unchecked",
-        why="every shape that was timed came back exactly through identity experts first",
+        why="every shape came back exactly through identity experts before it was timed, and its "
+        "times are in order",
         expected=f"{len(timed)} shapes checked",
-        actual=f"{len(timed & checked)} of {len(timed)}",
+        actual=f"{len(timed - wrong)} of {len(timed)}",
         first=place,
         last=place,
         missing=tuple(" ".join(map(str, shape)) for shape in bad),
@@ -108,8 +122,19 @@ def _cell(name: str, records: Sequence[Record], ranks: int) -> Iterable[Check]:
 EXCHANGES: Final = ("dispatch", "combine", "pair")
 
 
-def _shape(record: Record) -> tuple[str, str, int]:
+Shape = tuple[str, str, int]
+
+
+def _shape(record: Record) -> Shape:
     return record.mode, record.dtype, record.tokens or 0
+
+
+def _sane(record: Record) -> bool:
+    """Whether a time's figures can be of one set of measurements."""
+    least, middle, most = record.min_us, record.p50_us, record.max_us
+    if least is None or middle is None or most is None:
+        return False
+    return 0 < least <= middle <= most
 
 
 def rows(cell: str, records: Iterable[Record]) -> list[MicroRow]:

@@ -37,10 +37,21 @@ def test_a_whole_and_correct_cell_is_met(tmp_path: Path) -> None:
         ((RUN, {**CHECK, "ok": False}, TIME, DONE), "decode-correct", "failed"),
         ((RUN, {**CHECK, "mode": "eager"}, TIME, DONE), "decode-correct", "failed"),
         ((RUN, {**CHECK, "tokens": 64}, TIME, DONE), "decode-correct", "failed"),
+        ((RUN, TIME, CHECK, DONE), "decode-correct", "failed"),
+        ((RUN, CHECK, {**TIME, "p50_us": 30.0}, DONE), "decode-correct", "failed"),
+        ((RUN, CHECK, {**TIME, "p50_us": 17.0}, DONE), "decode-correct", "failed"),
+        ((RUN, CHECK, {**TIME, "min_us": 0.0}, DONE), "decode-correct", "failed"),
+        ((RUN, CHECK, {**TIME, "max_us": None}, DONE), "decode-correct", "failed"),
+        ((RUN, CHECK, TIME, {**TIME, "op": "copy-peer", "tokens": None, "p50_us": 1.0}, DONE),
+         "decode-correct", "failed"),
+        ((RUN, RUN, CHECK, TIME, DONE), "decode-complete", "failed"),
+        ((RUN, CHECK, TIME, DONE, DONE), "decode-complete", "failed"),
+        ((CHECK, RUN, TIME, DONE), "decode-complete", "failed"),
+        ((RUN, CHECK, DONE, TIME), "decode-complete", "failed"),
         ((RUN, DONE), "decode-correct", "unchecked"),
         ((), "decode-complete", "unchecked"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_whole_or_not_correct_is_not_met(
     tmp_path: Path, lines: tuple[dict[str, object], ...], rule: str, outcome: str
 ) -> None:
