@@ -105,11 +105,14 @@ def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
 def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Verdict:
     """A lane that ran a program once a cell, judged by what the program recorded."""
     profile = spec.profile(subject.profile)
-    cells = {}
+    cells, read = {}, set()
     for name, cell in _dict(manifest.plan.get("cells")).items():
         path = subject.root / str(_at(cell, "artifacts")) / micro.NAME
         if path not in subject.files:
             raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
+        if path in read:
+            raise Unreadable(f"{path}: stands for more than one cell", remedy="Run the lane again.")
+        read.add(path)
         cells[name] = micro.read(path)
     checks = [*checks, _all_cells(manifest), *micro.judge(cells, profile.ranks)]
     found = judged(subject, Facts(profile=profile, requests=None, batch=True), (), checks)
@@ -217,7 +220,16 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
     """The load points of a plan, and AIPerf folders that it does not name."""
     cells = _dict(plan.get("cells"))
     root = subject.root / "aiperf"
-    folders = {_cell_name(root, f): f for f in records.find(subject.root)}
+    folders: dict[str, Path] = {}
+    for found in records.find(subject.root):
+        name = _cell_name(root, found)
+        if name in folders:
+            raise Unreadable(
+                f"{subject.root}: cell {name} has more than one export: "
+                f"{folders[name].relative_to(subject.root)} and {found.relative_to(subject.root)}",
+                remedy="A cell is run once, into a folder of its own: run the lane again.",
+            )
+        folders[name] = found
     loads = []
     for name, cell in cells.items():
         folder = folders.pop(name, None)

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def check(found: Verdict, name: str) -> Check:
     return next(x for x in found.checks if x.id == name)
 
 
-def with_cell(root: Path, change: Callable[[Path], None], name: str = "cpu") -> Verdict:
+def with_cell(root: Path, change: Callable[[Path], object], name: str = "cpu") -> Verdict:
     """The verdict of a drop whose load point was changed before it was sealed."""
     drop = drops.drop(root / "d", name)
     change(drop / "aiperf" / "c4")
@@ -326,6 +327,39 @@ def test_facts_of_hosts_are_read_from_the_drop(tmp_path: Path) -> None:
     (root / "host" / "b.json").write_text("{torn")
     found = verify(drops.seal(root))
     assert (found.result, check(found, "nics").actual) == ("refuted", "a: 3")
+
+
+def test_two_exports_of_one_cell_are_refused(tmp_path: Path) -> None:
+    """The later one by name would have stood for both."""
+    with pytest.raises(Unreadable, match=r"cell c4 has more than one export: .*c4/zz"):
+        with_cell(tmp_path, lambda folder: shutil.copytree(folder, folder / "zz"))
+
+
+@pytest.mark.parametrize("name", [RECORDS, SUMMARY])
+def test_a_link_to_another_cell_s_export_is_no_export(tmp_path: Path, name: str) -> None:
+    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
+    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c5": cell}})
+    copy = root / "aiperf" / "c5"
+    copy.mkdir()
+    for each in (RECORDS, SUMMARY):
+        source = root / "aiperf" / "c4" / each
+        if each == name:
+            (copy / each).symlink_to(source)
+        else:
+            (copy / each).write_bytes(source.read_bytes())
+    drops.seal(root)
+    if name == RECORDS:
+        with pytest.raises(Unreadable, match="not a regular file"):
+            verify(root)
+    else:
+        assert check(verify(root), "cells").missing == ("c5",)
+
+
+def test_a_linked_log_is_not_read_twice(tmp_path: Path) -> None:
+    """Its answered requests would count again."""
+    root = drops.drop(tmp_path / "d", edit=lambda x: [y for n, y in enumerate(x) if n != 5])
+    (root / "logs" / "more-server.log").symlink_to("here-server.log")
+    assert check(verify(root), "requests-served").actual == "7 lines"
 
 
 # --- waivers

@@ -253,6 +253,11 @@ def test_a_batch_drop_that_lacks_a_cell_of_its_row_is_refuted(tmp_path: Path) ->
     assert (found.result, check(found, "cells").outcome) == ("refuted", "failed")
 
 
+def test_one_record_does_not_stand_for_two_cells(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match="more than one cell"):
+        batch(tmp_path, {n: {"artifacts": "micro/decode"} for n in ("decode", "prefill")})
+
+
 def test_a_server_s_drop_is_not_judged_as_a_program_s(tmp_path: Path) -> None:
     """As a batch drop it would need no AIPerf export at all."""
     root = drops.drop(tmp_path / "d", plan={"driver": "batch"})
