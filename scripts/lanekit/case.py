@@ -349,7 +349,7 @@ def judged(
     """Read the logs, judge them by the subject's contract, and decide."""
     found = contract.load(subject.contract)
     _fits(found, facts.profile)
-    rules = contract.bound(found)
+    rules = contract.bound(found, served=facts.requests is not None and not facts.batch)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]

@@ -62,8 +62,10 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What must be seen for a buffer on a fabric.
 
     fabric: the kind of profile it judges. engine: the engine whose lines it reads; empty for any.
-    required, noted: rules by id; a noted rule is shown and never decides. unproven: what these
-    logs cannot show, printed with every verdict.
+    required, noted: rules by id; a noted rule is shown and never decides. served: rules required
+    only of a server that was loaded with a known number of requests, since the same buffer is also
+    judged where a program of its own built it. unproven: what these logs cannot show, printed with
+    every verdict.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proves: str
     unproven: tuple[str, ...]
     required: tuple[str, ...]
+    served: tuple[str, ...] = ()
     noted: tuple[str, ...] = ()
     engine: str = ""
 
@@ -170,7 +173,9 @@ def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
         raise ConfigError(f"no contract named '{name}'", remedy=f"Known contracts: {known}.")
     found = toml.load(folder / f"{name}.toml", Contract)
     library = rules(folder)
-    missing = [rule for rule in (*found.required, *found.noted) if rule not in library]
+    missing = [
+        rule for rule in (*found.required, *found.served, *found.noted) if rule not in library
+    ]
     if missing:
         raise ConfigError(
             f"contract {name}: no rule named '{missing[0]}'",
@@ -184,10 +189,14 @@ def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
     return found
 
 
-def bound(found: Contract, folder: Path = paths.CONTRACTS) -> tuple[Bound, ...]:
-    """The rules of a contract, required ones first, in the contract's order."""
+def bound(
+    found: Contract, folder: Path = paths.CONTRACTS, *, served: bool = False
+) -> tuple[Bound, ...]:
+    """The rules of a contract, required ones first, in the contract's order. served: a server was
+    loaded with a known number of requests."""
     library = rules(folder)
-    required = (Bound(id=name, severity="required", rule=library[name]) for name in found.required)
+    needed = (*found.required, *(found.served if served else ()))
+    required = (Bound(id=name, severity="required", rule=library[name]) for name in needed)
     noted = (Bound(id=name, severity="noted", rule=library[name]) for name in found.noted)
     return (*required, *noted)
 

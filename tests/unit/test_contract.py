@@ -40,6 +40,16 @@ def test_a_good_pair_loads(tmp_path: Path) -> None:
     assert [(x.id, x.severity) for x in contract.bound(found, tmp_path)] == [("one", "required")]
 
 
+def test_a_rule_of_servers_is_bound_where_one_served(tmp_path: Path) -> None:
+    other = RULE.replace("rule.one", "rule.two")
+    text = CONTRACT + 'served = ["two"]\n'
+    found = loaded(tmp_path, RULE + other, text)
+    assert [x.id for x in contract.bound(found, tmp_path)] == ["one"]
+    assert [x.id for x in contract.bound(found, tmp_path, served=True)] == ["one", "two"]
+    with pytest.raises(ConfigError, match="no rule named 'two'"):
+        loaded(tmp_path, RULE, text)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import contract
+from lanekit import contract, paths
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -251,6 +251,35 @@ def test_a_batch_drop_that_lacks_a_cell_of_its_row_is_refuted(tmp_path: Path) ->
     row = {"lane": "micro", "arm": "v2", "profile": "h200x1", "cells": ["decode", "prefill"]}
     found = batch(tmp_path, {"decode": {"artifacts": "micro/decode"}}, row=row)
     assert (found.result, check(found, "cells").outcome) == ("refuted", "failed")
+
+
+SERVED = [name for name in contract.names() if contract.load(name).served]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_server_that_answered_too_few_requests_is_refuted(tmp_path: Path, name: str) -> None:
+    fewer = drops.drop(tmp_path / "d", name, lambda x: [y for y in x if y != drops.POST] + [x[-2]])
+    assert check(verify(fewer), "requests-served").actual == "1 lines"
+    assert check(verify(fewer), "requests-served").outcome == "failed"
+
+
+def test_every_contract_of_a_server_counts_its_answers() -> None:
+    """Published excerpts hold no access log, and a program of its own answers none."""
+    program = {n for n, subject in drops.SUBJECTS.items() if subject[0] in drops.DRIVERS}
+    others = {n for n in contract.names() if "published" not in n} - program
+    counted = [(x.required, x.served) for x in map(contract.load, sorted(others))]
+    assert all("requests-served" in (*required, *served) for required, served in counted)
+
+
+def test_a_program_that_built_the_same_buffer_answers_no_requests(tmp_path: Path) -> None:
+    subjects = {**drops.SUBJECTS, "v2-nvlink": ("micro", "v2", "h200x2")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drops, "SUBJECTS", subjects)
+        patch.setattr(paths, "LANES", drops.lanes(tmp_path / "lanes"))
+        root = drops.drop(tmp_path / "d", "v2-nvlink", lambda x: [y for y in x if y != drops.POST])
+        found = verify(root)
+    assert found.result == "proven"
+    assert all(x.id != "requests-served" for x in found.checks)
 
 
 def test_one_record_does_not_stand_for_two_cells(tmp_path: Path) -> None:
