@@ -384,6 +384,8 @@ def _ask_count(x: Load, cell: records.Cell) -> Answer:
     said += f", {total} records"
     if kept.duplicates:
         return "failed", f"{said}, {kept.duplicates} of them seen before"
+    if x.requests == done == total and kept.unnamed:
+        return "unchecked", f"{said}, {kept.unnamed} of them without a request id"
     return ("met" if x.requests == done == total else "failed"), said
 
 

@@ -54,12 +54,14 @@ COMPARED: Final = (
 @dataclasses.dataclass(frozen=True)
 class Records:
     """The records of a load point. osl: mean output tokens. duplicates: request ids seen again.
+    unnamed: records without a request id, of which nobody can say whether they are copies.
     faults: records whose own numbers contradict each other. window: first start and last end,
     seconds since the epoch."""
 
     figures: CellFigures
     osl: float | None
     duplicates: int
+    unnamed: int
     faults: tuple[str, ...]
     window: tuple[float, float] | None
 
@@ -245,7 +247,7 @@ def _records(path: Path) -> Records:
     """Recompute a load point from its JSONL, one line in memory at a time."""
     ttft, itl = array("d"), array("d")
     seen: set[str] = set()
-    done = failed = duplicates = 0
+    done = failed = duplicates = unnamed = 0
     tokens = 0.0
     first, last = math.inf, -math.inf
     faults: list[str] = []
@@ -256,6 +258,7 @@ def _records(path: Path) -> Records:
         if meta.x_request_id is not None:
             duplicates += meta.x_request_id in seen
             seen.add(meta.x_request_id)
+        unnamed += meta.x_request_id is None
         if record.error is not None or meta.was_cancelled:
             failed += 1
             continue
@@ -286,6 +289,7 @@ def _records(path: Path) -> Records:
         ),
         osl=tokens / done if done else None,
         duplicates=duplicates,
+        unnamed=unnamed,
         faults=tuple(faults),
         window=(first, last) if done else None,
     )

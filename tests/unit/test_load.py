@@ -329,6 +329,17 @@ def test_facts_of_hosts_are_read_from_the_drop(tmp_path: Path) -> None:
     assert (found.result, check(found, "nics").actual) == ("refuted", "a: 3")
 
 
+def test_copies_of_one_record_without_its_id_are_not_counted_as_requests(tmp_path: Path) -> None:
+    def copies(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for each in found:
+            del each["metadata"]["x_request_id"]
+        return found
+
+    found = with_cell(tmp_path, records(copies))
+    assert (found.result, check(found, "requests").outcome) == ("no verdict", "unchecked")
+    assert check(found, "requests").actual.endswith("8 of them without a request id")
+
+
 def test_two_exports_of_one_cell_are_refused(tmp_path: Path) -> None:
     """The later one by name would have stood for both."""
     with pytest.raises(Unreadable, match=r"cell c4 has more than one export: .*c4/zz"):
