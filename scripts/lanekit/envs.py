@@ -179,7 +179,10 @@ def _build(uv: "_Uv", spec: EnvSpec, home: Path, key: str, index: str) -> Env:
     (home / STAMP).unlink(missing_ok=True)
     shutil.rmtree(home, ignore_errors=True)
     try:
-        uv.run("venv", "--quiet", "--python", spec.python, str(home))
+        # By path where it is this one: a version is looked for on PATH, and what is found there
+        # first may be a shim that leads nowhere (pyenv, 2026-11-30).
+        python = sys.executable if spec.python == PYTHON else spec.python
+        uv.run("venv", "--quiet", "--python", python, str(home))
         tag, notes, digest = _tag(home), [], hashlib.sha256()
         for lock in spec.locks:
             text, note = _install(uv, home, lock, index, tag)
