@@ -53,9 +53,9 @@ def inside(root: Path) -> Iterator[Path]:
         folders.sort()
         for name in sorted((*names, *folders)):
             path = Path(at, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(true_root):
+            if path.is_symlink() and not _leads_into(path, true_root):
                 raise Unreadable(
-                    f"{path}: a link that leads out of the drop",
+                    f"{path}: a link that leads out of the drop, or nowhere",
                     remedy="A drop holds its own files; replace the link by the file.",
                 )
             if not name.isprintable():  # lone surrogates stand for bytes that are not UTF-8
@@ -63,6 +63,15 @@ def inside(root: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 if name in names and stat.S_ISREG(path.lstat().st_mode):
                     yield path
+
+
+def _leads_into(link: Path, root: Path) -> bool:
+    """Whether a link ends at something below root. Python 3.13 no longer raises for a loop unless
+    it is asked to be strict."""
+    try:
+        return link.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):
+        return False
 
 
 def _refuse(error: OSError) -> None:
