@@ -192,7 +192,11 @@ def _left(mark: bytes, recorded: set[int]) -> list[psutil.Process]:
     environs = {each: _environ(each.pid) for each in _all()}
     marked = {each for each, environ in environs.items() if mark in environ}
     sessions = recorded | {_session(each.pid) for each in marked}
-    titled = {each for each, environ in environs.items() if not any(b"PATH=" in e for e in environ)}
+    titled = {
+        each
+        for each, environ in environs.items()
+        if not any(b"PATH=" in e for e in environ) and _settled(each)
+    }
     return [each for each in environs if each in marked
             or (each in titled and _session(each.pid) in sessions)]  # fmt: skip
 
@@ -266,6 +270,13 @@ def _all() -> Iterator[psutil.Process]:
             process = psutil.Process(pid)
             if pid > 1 and pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
+
+
+def _settled(process: psutil.Process) -> bool:
+    """Whether a process is past its start, when its environment cannot be read yet."""
+    with suppress(psutil.Error):
+        return time.time() - process.create_time() > 1.0
+    return False
 
 
 def _session(pid: int) -> int:
