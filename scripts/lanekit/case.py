@@ -2,27 +2,26 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from lanekit import contract, judge, logs, micro, records, row, spec, toml, witness
+from lanekit import drop as drops
 from lanekit.contract import Contract
+from lanekit.drop import MANIFEST
 from lanekit.errors import ConfigError, Unreadable
 from lanekit.judge import Facts, Load
-from lanekit.manifest import SCHEMA, Manifest
+from lanekit.manifest import Manifest
 from lanekit.verdict import CellRow, Check, Place, Verdict, decide
 
-MANIFEST: Final = "manifest.json"
 WAIVERS: Final = "waivers.toml"
 # The only files of our drop that its manifest cannot name. A waiver may be written later: it is
 # always shown.
-UNLISTED: Final = (MANIFEST, "verdict.json", WAIVERS)
+UNLISTED: Final = (MANIFEST, drops.VERDICT, WAIVERS)
 HOST_LIMIT: Final = 16 << 20
-MANIFEST_LIMIT: Final = 16 << 20  # a real one is about 20 KiB
 WAIVERS_LIMIT: Final = 1 << 20
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
@@ -55,7 +54,7 @@ class _Waivers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
     """The verdict of a drop with a manifest; the options may not contradict it."""
-    manifest = _manifest(drop / MANIFEST)
+    manifest = drops.read(drop)
     held, plan = manifest.row, manifest.plan
     for option, wanted in given.items():
         if wanted not in (None, getattr(held, option)):
@@ -135,25 +134,6 @@ def _all_cells(manifest: Manifest) -> Check:
     )
 
 
-def _manifest(path: Path) -> Manifest:
-    try:
-        if path.stat().st_size > MANIFEST_LIMIT:
-            raise Unreadable(f"{path}: larger than {MANIFEST_LIMIT >> 20} MiB", remedy="Not ours.")
-        found = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
-        raise Unreadable(f"{path}: {error}", remedy="Restore the manifest.") from error
-    if found.schema != SCHEMA:
-        raise Unreadable(
-            f"{path}: schema {found.schema}, this harness reads {SCHEMA}",
-            remedy="Use the harness the drop was made with; its git commit is in the manifest.",
-        )
-    for name in found.files:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\0" in name or not name:
-            raise Unreadable(f"{path}: names a file outside the drop: {name!r}", remedy="Forged.")
-    return found
-
-
 def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
     said, rows = [], []
     for folder in records.find(subject.root):
@@ -183,7 +163,7 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
     added = sorted(set(there) - set(listed) - set(UNLISTED))
     both = sorted(set(listed) & set(there))
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
-        digests = list(pool.map(lambda name: sha256(there[name]), both))
+        digests = list(pool.map(lambda name: drops.sha256(there[name]), both))
     changed = [name for name, digest in zip(both, digests, strict=True) if digest != listed[name]]
     bad = [f"changed: {n}" for n in changed] + [f"added: {n}" for n in added]
     shown = [*bad[:SHOWN], *([f"{len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
@@ -201,19 +181,6 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
         missing=tuple(missing),
         remedy="Fetch the drop again." if bad or missing else "",
     )
-
-
-def sha256(path: Path) -> str:
-    """The sha256 of a file.
-
-    Raises:
-        Unreadable: it cannot be read.
-    """
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}", remedy="Check the file.") from error
 
 
 def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:

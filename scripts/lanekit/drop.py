@@ -7,12 +7,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 import msgspec
 
-from lanekit import paths
+from lanekit import paths, records
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
 from lanekit.plan import Plan, inherited, is_secret, public
@@ -22,6 +22,7 @@ VERDICT: Final = "verdict.json"
 RESERVE: Final = ".reserve"  # given back when the disk is full, so that the end can be recorded
 ENDS: Final = ("complete", "failed", "interrupted")
 ROOM: Final = 128 * 1024
+LIMIT: Final = 16 << 20  # bytes of a manifest; a real one is about 20 KiB
 SCRATCH: Final = "lane-"  # how a run's scratch folder begins
 
 
@@ -98,7 +99,7 @@ class Drop:
         self.give_reserve_back()
         names = (p.relative_to(self.path) for p in sorted(self.path.rglob("*")) if p.is_file())
         kept = [name for name in names if str(name) not in (MANIFEST, VERDICT)]
-        self.manifest.files = {str(name): _digest(self.path / name) for name in kept}
+        self.manifest.files = {str(name): sha256(self.path / name) for name in kept}
         self.state("complete")
 
     def give_reserve_back(self) -> None:
@@ -111,21 +112,43 @@ class Drop:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a drop.
+    """The manifest of a drop, which may be anybody's.
 
     Raises:
-        Unreadable: it is missing, is not JSON, lacks a field, or has a schema of another time.
+        Unreadable: it is missing, no regular file or too large, is not JSON, lacks a field, has a
+            schema of another time, or names a file outside the drop.
     """
+    where = path / MANIFEST
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path / MANIFEST}: {error}", remedy="Restore the drop.") from error
+        records.regular(where)
+        if where.stat().st_size > LIMIT:
+            raise Unreadable(f"{where}: larger than {LIMIT >> 20} MiB", remedy="Not ours.")
+        manifest = msgspec.json.decode(where.read_bytes(), type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise Unreadable(f"{where}: {error}", remedy="Restore the manifest.") from error
     if manifest.schema != SCHEMA:
         raise Unreadable(
-            f"{path / MANIFEST}: schema {manifest.schema}, this harness reads {SCHEMA}",
+            f"{where}: schema {manifest.schema}, this harness reads {SCHEMA}",
             remedy="Use the harness the drop was made with; its git commit is in the manifest.",
         )
+    for name in manifest.files:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name or not name:
+            raise Unreadable(f"{where}: names a file outside the drop: {name!r}", remedy="Forged.")
     return manifest
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, in hex.
+
+    Raises:
+        Unreadable: it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise Unreadable(f"{path}: {error.strerror}", remedy="Check the file.") from error
 
 
 def boot() -> str:
@@ -192,11 +215,6 @@ def atomic(path: Path, content: bytes) -> None:
             f"cannot write {path}: {error.strerror}",
             remedy="Free some room; what was written before is kept.",
         ) from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _now() -> str:

@@ -148,15 +148,6 @@ def find(root: Path) -> list[Path]:
     return sorted(folder for folder in found if not (folder / SUMMARY).is_symlink())
 
 
-def read_cell(folder: Path) -> CellFigures:
-    """The figures of a load point: from its records where they exist, else from its summary.
-
-    Raises:
-        Unreadable: no summary, or a file that is not what AIPerf writes.
-    """
-    return read(folder).figures
-
-
 def read(folder: Path) -> Cell:
     """Everything the verifier needs of a load point.
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from lanekit import case, drop, interrupt, logs, prefix, scan, verify
+from lanekit import drop, interrupt, logs, prefix, scan, verify
 from lanekit.errors import ConfigError, LaneError, Unreadable
 
 # A word may stand behind an escaped newline of JSON, and a directory behind a compiler's -I.
@@ -185,7 +185,7 @@ def _write(source: Path, scratch: Path) -> None:
             raise ConfigError(f"{path}: two files would be named {new}", remedy="Rename one.")
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy(path, target, words)
-        digests[name] = (case.sha256(path), new, case.sha256(target))
+        digests[name] = (drop.sha256(path), new, drop.sha256(target))
     if (scratch / drop.MANIFEST).is_file():
         drop.read(source)
         _seal(source / drop.MANIFEST, scratch / drop.MANIFEST, digests, words)

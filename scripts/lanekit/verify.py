@@ -66,6 +66,7 @@ def verify(
 
 def _verify(drop: Path, given: dict[str, str | None]) -> "Verdict":
     from lanekit import case, logs  # noqa: PLC0415
+    from lanekit.drop import MANIFEST  # noqa: PLC0415
 
     str(drop).encode()
     if not drop.exists():
@@ -73,7 +74,7 @@ def _verify(drop: Path, given: dict[str, str | None]) -> "Verdict":
     files = [drop] if drop.is_file() else list(logs.inside(drop))
     if not files or not any(path.stat().st_size for path in files):
         raise Unreadable(f"{drop}: empty", remedy="Nothing was collected: run the lane again.")
-    ours = drop / case.MANIFEST in files
-    if not ours and os.path.lexists(drop / case.MANIFEST):
-        raise Unreadable(f"{drop / case.MANIFEST}: not a regular file", remedy="Restore it.")
+    ours = drop / MANIFEST in files
+    if not ours and os.path.lexists(drop / MANIFEST):
+        raise Unreadable(f"{drop / MANIFEST}: not a regular file", remedy="Restore it.")
     return case.ours(drop, files, given) if ours else case.foreign(drop, files, given)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,12 @@ def test_a_failed_write_keeps_what_stood_there(tmp_path: Path) -> None:
 def test_a_broken_manifest_is_unreadable(tmp_path: Path, text: str) -> None:
     (tmp_path / drop.MANIFEST).write_text(text)
     with pytest.raises(Unreadable, match=r"manifest\.json"):
+        drop.read(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / drop.MANIFEST)
+    with pytest.raises(Unreadable, match="not a regular file"):
         drop.read(tmp_path)
 
 
