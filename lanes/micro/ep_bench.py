@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 2 lanes/micro/ep_bench.py --backend deepep --out DIR
     torchrun --nproc-per-node 2 lanes/micro/ep_bench.py --backend gloo --out DIR    (no GPU needed)
 
+Backends: `deepep` is V2 (deep_ep.ElasticBuffer); `v1-ht` and `v1-ll` are V1 (deep_ep.Buffer) in its
+high-throughput and its low-latency mode; `gloo` is torch's all_to_all on the CPU.
+
 Each shape first makes a round trip through identity experts, which must come back exactly; a shape
 that fails is not timed. Then dispatch, combine and the pair are timed eagerly and as a captured
 graph, beside floors of the same run: a copy (device to device, or to the peer), an empty kernel and
@@ -40,6 +43,7 @@ except ModuleNotFoundError:  # the pure half (shapes, statistics, table) is used
 FORMAT: Final = 1
 GRAPH_OPS: Final = 10
 FP8_BLOCK: Final = 128
+LL_HEADER: Final = 16  # one int4 before each low-latency row (DeepEP tests/legacy, b306af06)
 WEIGHT_STEP: Final = 8  # weights are k/8, so that every product and sum below is exact in BF16
 Record = dict[str, Any]
 
@@ -60,10 +64,19 @@ class Shape:
     dtype: str  # of the dispatch: bf16 or fp8 (with one FP32 scale per 128 values)
 
     @property
+    def values_row(self) -> int:
+        """Bytes of one token's values, and of its scales where it is FP8."""
+        return self.hidden * 2 if self.dtype == "bf16" else self.hidden + self.hidden // 32
+
+    @property
     def dispatch_row(self) -> int:
         """Bytes of one dispatched token: values, scales, and its expert ids and weights."""
-        values = self.hidden * 2 if self.dtype == "bf16" else self.hidden + self.hidden // 32
-        return values + self.topk * (8 + 4)
+        return self.values_row + self.topk * (8 + 4)
+
+    @property
+    def packed_row(self) -> int:
+        """Bytes of one low-latency message: values, scales, and a header (its source token)."""
+        return self.values_row + LL_HEADER
 
     @property
     def combine_row(self) -> int:
@@ -165,6 +178,7 @@ class Batch:
     """What one rank puts in: tokens (scaled if FP8), expert ids, weights, and the exact answer."""
 
     values: Any  # [tokens, hidden] BF16, or float8_e4m3fn
+    plain: Any  # [tokens, hidden] BF16: the same tokens, for a buffer that scales them itself
     scales: Any  # [tokens, hidden / 128] FP32, or None
     experts: Any  # [tokens, topk] int64, distinct in a row
     weights: Any  # [tokens, topk] FP32
@@ -189,10 +203,8 @@ def make_batch(shape: Shape, seed: int, device: str) -> Batch:
         values = whole.to(torch.float8_e4m3fn)
         plain = whole * scales.repeat_interleave(FP8_BLOCK, 1)
     answer = (plain * weights.sum(1, keepdim=True)).bfloat16()
-    moved = [
-        None if t is None else t.to(device) for t in (values, scales, experts, weights, answer)
-    ]
-    return Batch(*moved)
+    columns = (values, plain.bfloat16(), scales, experts, weights, answer)
+    return Batch(*(None if column is None else column.to(device) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -201,25 +213,27 @@ class Received:
 
     values: Any
     scales: Any
-    experts: Any  # [rows, topk] ids local to this rank, -1 where the choice went elsewhere
-    weights: Any
+    experts: Any  # [rows, topk] ids local to this rank, -1 where the choice went elsewhere; or None
+    weights: Any  # None, with `experts`, where combine itself applies the weights
     handle: Any
 
 
 def identity_experts(got: Received) -> Any:
-    """[rows, hidden] BF16: each token times the weights of its choices on this rank."""
-    here = torch.where(got.experts >= 0, got.weights, 0.0).sum(1, keepdim=True)
+    """[..., hidden] BF16: each row, times the weights of its choices on this rank."""
     plain = got.values.float()
     if got.scales is not None:
         # Not repeat_interleave: it may wait for the GPU, which a capture does not allow.
-        plain = (plain.unflatten(1, (-1, FP8_BLOCK)) * got.scales[:, :, None]).flatten(1)
-    return (plain * here).bfloat16()
+        plain = (plain.unflatten(-1, (-1, FP8_BLOCK)) * got.scales[..., None]).flatten(-2)
+    if got.weights is not None:
+        plain = plain * torch.where(got.experts >= 0, got.weights, 0.0).sum(1, keepdim=True)
+    return plain.bfloat16()
 
 
 class Transport(Protocol):
-    """The exchange under test."""
+    """The exchange under test. `per_choice`: a row for each expert chosen, not for each rank."""
 
     device: str
+    per_choice: bool
 
     def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
         """Send each token to every rank that holds one of its experts."""
@@ -238,6 +252,7 @@ class GlooTransport:
     """all_to_all over gloo on the CPU: the same program and check where there is no GPU."""
 
     device = "cpu"
+    per_choice = False
 
     def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
         """Send each token once to every rank that holds one of its experts."""
@@ -284,6 +299,7 @@ class DeepEPTransport:
     """deep_ep.ElasticBuffer, direct mode, receive rows sized for the worst case."""
 
     device = "cuda"
+    per_choice = False
 
     def __init__(self, shape: Shape) -> None:
         # A GPU, NCCL and nvcc are needed for this import; the gloo arm has none of them.
@@ -317,6 +333,109 @@ class DeepEPTransport:
     def close(self) -> None:
         """Collective: every rank must come here."""
         self.buffer.destroy()
+
+
+class NormalTransport:
+    """deep_ep.Buffer, high-throughput mode. Without `cpu_sync` receive rows are the worst case."""
+
+    device = "cuda"
+    per_choice = False
+
+    def __init__(self, shape: Shape) -> None:
+        import deep_ep  # noqa: PLC0415
+
+        world, row = dist.get_world_size(), shape.hidden * 2
+        make = deep_ep.Buffer
+        configs = [make.get_dispatch_config(world), make.get_combine_config(world)]
+        near = max(config.get_nvl_buffer_size_hint(row, world) for config in configs)
+        far = max(config.get_rdma_buffer_size_hint(row, world) for config in configs)
+        self.buffer = make(dist.group.WORLD, near, far, explicitly_destroy=True)
+        self.one_host = far == 0
+        self.topk_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+
+    def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """Send each token once to every rank that holds one of its experts."""
+        values = batch.values if batch.scales is None else (batch.values, batch.scales)
+        chosen = batch.experts.to(self.topk_dtype)
+        to_rank, to_host, to_expert, goes, _ = self.buffer.get_dispatch_layout(
+            chosen, shape.experts
+        )
+        # Between hosts V1 has no worst-case receive: its dispatch asserts num_worst_tokens == 0.
+        free = self.one_host and not cpu_sync
+        got, experts, weights, _, handle, _ = self.buffer.dispatch(
+            values, num_tokens_per_rank=to_rank, num_tokens_per_rdma_rank=to_host,
+            is_token_in_rank=goes, num_tokens_per_expert=to_expert, topk_idx=chosen,
+            topk_weights=batch.weights,
+            num_worst_tokens=dist.get_world_size() * shape.max_tokens if free else 0,
+        )  # fmt: skip
+        rows, scales = got if isinstance(got, tuple) else (got, None)
+        return Received(rows, scales, experts, weights, handle)
+
+    def combine(self, rows: Any, got: Received) -> Any:
+        """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
+        return self.buffer.combine(rows, got.handle)[0]
+
+    def barrier(self) -> None:
+        """Wait on the device: the buffer has no barrier of its own, so NCCL's is used."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        """Collective: every rank must come here."""
+        self.buffer.destroy()
+
+
+class LowLatencyTransport:
+    """deep_ep.Buffer, low-latency mode: rows packed by local expert, weights applied by combine.
+
+    FP8 is made by the dispatch kernel itself, with scales that are powers of two, so that the round
+    trip stays exact.
+    """
+
+    device = "cuda"
+    per_choice = True
+
+    def __init__(self, shape: Shape) -> None:
+        import deep_ep  # noqa: PLC0415
+
+        world = dist.get_world_size()
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+            shape.max_tokens, shape.hidden, world, shape.experts
+        )
+        self.buffer = deep_ep.Buffer(
+            dist.group.WORLD, num_rdma_bytes=size, low_latency_mode=True,
+            num_qps_per_rank=shape.experts // world, explicitly_destroy=True,
+        )  # fmt: skip
+        self.topk_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+
+    def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """Send each token to each of its experts."""
+        del cpu_sync  # never waits for the host
+        chosen, fp8 = batch.experts.to(self.topk_dtype), shape.dtype == "fp8"
+        got, _, handle, _, _ = self.buffer.low_latency_dispatch(
+            batch.plain, chosen, shape.max_tokens, shape.experts, use_fp8=fp8, round_scale=fp8
+        )
+        rows, scales = got if isinstance(got, tuple) else (got, None)
+        return Received(rows, scales, None, None, (chosen, batch.weights, handle))
+
+    def combine(self, rows: Any, got: Received) -> Any:
+        """Bring the rows back, weigh them and add those of one token: [tokens, hidden] BF16."""
+        return self.buffer.low_latency_combine(rows, *got.handle)[0]
+
+    def barrier(self) -> None:
+        """Wait on the device: the buffer has no barrier of its own, so NCCL's is used."""
+        dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        """Collective: every rank must come here."""
+        self.buffer.destroy()
+
+
+BACKENDS: Final[dict[str, Callable[[Shape], Transport]]] = {
+    "deepep": DeepEPTransport,
+    "v1-ht": NormalTransport,
+    "v1-ll": LowLatencyTransport,
+    "gloo": lambda _: GlooTransport(),
+}
 
 
 @dataclass(frozen=True)
@@ -411,7 +530,7 @@ def graph_round_trip(transport: Transport, shape: Shape, seed: int) -> tuple[Any
     out: list[Any] = []
     graph = capture(lambda: out.append(round_trip(transport, static, shape, cpu_sync=False)))
     fresh = make_batch(shape, seed + 1, transport.device)
-    for name in ("values", "scales", "experts", "weights"):
+    for name in ("values", "plain", "scales", "experts", "weights"):
         if getattr(static, name) is not None:
             getattr(static, name).copy_(getattr(fresh, name))
     graph.replay()
@@ -435,13 +554,17 @@ def check(bench: Bench, transport: Transport, batch: Batch, shape: Shape, mode: 
         )
 
 
-def received_bytes(bench: Bench, batch: Batch, shape: Shape) -> tuple[float, float]:
+def received_bytes(
+    bench: Bench, batch: Batch, shape: Shape, *, per_choice: bool
+) -> tuple[float, float]:
     """Mean bytes that a rank receives in (dispatch, combine), its own left out if it has peers."""
     owner = batch.experts // (shape.experts // bench.world)
     peers = [peer for peer in range(bench.world) if peer != bench.rank or bench.world == 1]
-    sent = sum(int((owner == peer).any(1).sum()) for peer in peers)
+    chosen = [owner == peer for peer in peers]
+    sent = sum(int((goes if per_choice else goes.any(1)).sum()) for goes in chosen)
     mean = statistics.mean(bench.everyone(sent))  # all sends together are all receives together
-    return mean * shape.dispatch_row, mean * shape.combine_row
+    row = shape.packed_row if per_choice else shape.dispatch_row
+    return mean * row, mean * shape.combine_row
 
 
 def time_shape(bench: Bench, transport: Transport, shape: Shape, mode: str, rep: int) -> None:
@@ -462,7 +585,7 @@ def time_shape(bench: Bench, transport: Transport, shape: Shape, mode: str, rep:
     def pair() -> object:
         return transport.combine(rows, transport.dispatch(batch, shape, cpu_sync=cpu_sync))
 
-    out, back = received_bytes(bench, batch, shape)
+    out, back = received_bytes(bench, batch, shape, per_choice=transport.per_choice)
     for op, call, count in (("dispatch", dispatch, out), ("combine", combine, back),
                             ("pair", pair, out + back)):  # fmt: skip
         graph = capture(call, GRAPH_OPS) if mode == "graph" else None
@@ -541,12 +664,12 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> None:
             time_launches(bench, _lined_up(bench), rep)
     for mode in options.modes:
         for group in groups.values():
-            transport = GlooTransport() if bench.backend == "gloo" else DeepEPTransport(group[0])
+            transport = BACKENDS[bench.backend](group[0])
             for rep in range(options.repeat):
                 for shape in group:
                     time_shape(bench, transport, shape, mode, rep)
                     batch = make_batch(shape, bench.rank, transport.device)
-                    out, _ = received_bytes(bench, batch, shape)
+                    out, _ = received_bytes(bench, batch, shape, per_choice=transport.per_choice)
                     if mode != "eager-sync":
                         time_all_to_all(
                             bench, transport.barrier, shape, count=out, mode=mode, rep=rep
@@ -572,7 +695,7 @@ def mapped_nccl() -> int:
 def versions(backend: str) -> Record:
     """What ran, for the first record of the file."""
     found: Record = {"python": sys.version.split()[0], "torch": torch.__version__}
-    if backend == "deepep":
+    if backend != "gloo":
         import deep_ep  # noqa: PLC0415
 
         found |= {"deep_ep": deep_ep.__version__, "gpu": torch.cuda.get_device_name()}
@@ -596,7 +719,7 @@ def run(options: argparse.Namespace) -> str:
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    device = "cuda" if options.backend == "deepep" else "cpu"
+    device = "cpu" if options.backend == "gloo" else "cuda"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
@@ -620,7 +743,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line. A list is comma-separated."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--backend", choices=("deepep", "gloo"), required=True)
+    add("--backend", choices=tuple(BACKENDS), required=True)
     add("--out", type=Path, required=True, help="folder that gets micro.jsonl")
     add("--tokens", type=_numbers, default=[], help="token counts; default powers of 2")
     add("--largest", type=int, default=8192, help="end of the default sweep")

@@ -48,6 +48,7 @@ def test_sizes() -> None:
     assert bf16.dispatch_row == 7168 * 2 + 8 * 12
     assert fp8.dispatch_row == 7168 + 56 * 4 + 8 * 12
     assert bf16.combine_row == fp8.combine_row == 7168 * 2
+    assert (bf16.packed_row, fp8.packed_row) == (7168 * 2 + 16, 7168 + 56 * 4 + 16)
     assert ep_bench.powers_of_two(8192) == [1 << power for power in range(14)]
     assert ep_bench.powers_of_two(100)[-1] == 64
     assert ep_bench.gigabytes_per_second(1_000_000, 10.0) == 100.0
