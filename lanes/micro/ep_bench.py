@@ -54,7 +54,10 @@ class Refused(SystemExit):
 
 @dataclass(frozen=True)
 class Shape:
-    """One exchange. `max_tokens` sizes the worst case; DeepEP compiles one kernel set for each."""
+    """One exchange. `max_tokens` sizes the worst case; DeepEP compiles one kernel set for each.
+
+    sms: how many SMs a V2 kernel may use; 0 leaves it to DeepEP.
+    """
 
     tokens: int
     hidden: int
@@ -62,6 +65,7 @@ class Shape:
     experts: int
     max_tokens: int
     dtype: str  # of the dispatch: bf16 or fp8 (with one FP32 scale per 128 values)
+    sms: int = 0
 
     @property
     def values_row(self) -> int:
@@ -318,6 +322,7 @@ class DeepEPTransport:
         got, experts, weights, handle, _ = self.buffer.dispatch(
             values, batch.experts.to(self.topk_dtype), batch.weights, num_experts=shape.experts,
             num_max_tokens_per_rank=shape.max_tokens, do_cpu_sync=cpu_sync, do_expand=False,
+            num_sms=shape.sms,
         )  # fmt: skip
         rows, scales = got if isinstance(got, tuple) else (got, None)
         return Received(rows, scales, experts, weights, handle)
@@ -614,6 +619,41 @@ def time_all_to_all(
     )  # fmt: skip
 
 
+def copy_to_peer(target: Any, source: Any) -> None:
+    """Copy on the current stream. Tensor.copy_ also waits for the peer's stream: no capture."""
+    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (target, source))
+    kind = 4  # cudaMemcpyDefault: the addresses say where they lie
+    failed = library.cudaMemcpyAsync(*pointers, ctypes.c_size_t(source.numel()), kind, stream)
+    if failed:
+        raise Refused(f"micro: cudaMemcpyAsync to the peer failed with CUDA error {failed}")
+
+
+def time_floor(
+    bench: Bench, transport: Transport, shape: Shape, *, count: float, mode: str, rep: int
+) -> None:
+    """A dispatch and a combine cannot end before two exchanges that depend on each other do.
+
+    Each is a copy of the dispatch's bytes to the next rank and the buffer's own barrier.
+    """
+    size, here = max(1, round(count)), torch.cuda.current_device()
+    source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
+    target = torch.empty(size, dtype=torch.uint8, device=f"cuda:{(here + 1) % bench.world}")
+
+    def call() -> None:
+        for _ in range(2):
+            copy_to_peer(target, source)
+            transport.barrier()
+
+    call()
+    graph = capture(call, GRAPH_OPS) if mode == "graph" else None
+    bench.time(
+        call if graph is None else graph.replay, transport.barrier, count=2 * count,
+        per=GRAPH_OPS if graph else 1, op="floor", mode=mode, rep=rep, **asdict(shape),
+    )  # fmt: skip
+
+
 def time_copies(bench: Bench, ready: Callable[[], None], rep: int, largest: int) -> None:
     """Copies of 64 KiB to `largest` bytes: to the peer in both directions at once, or local."""
     peer, op = bench.device, "copy-local"
@@ -650,12 +690,14 @@ def shapes(options: argparse.Namespace) -> Iterator[Shape]:
         if options.decode:
             yield Shape(options.decode, hidden, topk, experts, options.decode, dtype)
         for tokens in sweep:
-            yield Shape(tokens, hidden, topk, experts, max(sweep), dtype)
+            for sms in options.sms:
+                yield Shape(tokens, hidden, topk, experts, max(sweep), dtype, sms)
 
 
 def measure_all(bench: Bench, options: argparse.Namespace) -> None:
     """Floors first, then every shape: eager modes before graphs, which may end the process."""
     groups: dict[int, list[Shape]] = {}
+    one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for shape in shapes(options):
         groups.setdefault(shape.max_tokens, []).append(shape)
     for rep in range(options.repeat):
@@ -674,6 +716,8 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> None:
                         time_all_to_all(
                             bench, transport.barrier, shape, count=out, mode=mode, rep=rep
                         )
+                    if isinstance(transport, DeepEPTransport) and 1 < bench.world <= one_host:
+                        time_floor(bench, transport, shape, count=out, mode=mode, rep=rep)
             transport.close()
 
 
@@ -753,6 +797,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--experts", type=int, default=256)
     add("--dtypes", type=_among("bf16", "fp8"), default=["bf16", "fp8"])
     add("--modes", type=_among("eager", "eager-sync", "graph"), default=["eager", "graph"])
+    add("--sms", type=_numbers, default=[0], help="SM counts of V2's kernels in the sweep")
     add("--warmup", type=int, default=5)
     add("--iterations", type=int, default=30)
     add("--repeat", type=int, default=3)

@@ -24,6 +24,7 @@ class Record(msgspec.Struct, frozen=True):
     mode: str = ""
     dtype: str = ""
     tokens: int | None = None
+    sms: int = 0
     rep: int = 0
     bytes: int = 0
     p50_us: float | None = None
@@ -126,7 +127,12 @@ Shape = tuple[str, str, int]
 
 
 def _shape(record: Record) -> Shape:
-    return record.mode, record.dtype, record.tokens or 0
+    return _mode(record), record.dtype, record.tokens or 0
+
+
+def _mode(record: Record) -> str:
+    """The mode, with the SM count where the run chose one."""
+    return f"{record.mode}, {record.sms} SMs" if record.sms else record.mode
 
 
 def _sane(record: Record) -> bool:
@@ -143,7 +149,7 @@ def rows(cell: str, records: Iterable[Record]) -> list[MicroRow]:
     groups: dict[tuple[str, str, str, int, int], list[Record]] = {}
     for r in records:
         if r.kind == "time" and None not in (r.p50_us, r.min_us, r.max_us):
-            groups.setdefault((r.op, r.mode, r.dtype, r.tokens or 0, r.bytes), []).append(r)
+            groups.setdefault((r.op, _mode(r), r.dtype, r.tokens or 0, r.bytes), []).append(r)
     return [_row(cell, key, found) for key, found in groups.items()]
 
 

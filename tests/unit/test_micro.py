@@ -63,6 +63,12 @@ def test_the_sweep_shares_one_worst_case_and_decode_has_its_own() -> None:
     assert {shape.max_tokens for shape in shapes[1:]} == {8192}
 
 
+def test_the_sweep_is_taken_at_each_sm_count() -> None:
+    chosen = ["--backend", "deepep", "--out", "x", "--tokens", "8", "--dtypes", "fp8"]
+    options = ep_bench.parse_options([*chosen, "--decode", "0", "--sms", "16,32"])
+    assert [(shape.tokens, shape.sms) for shape in ep_bench.shapes(options)] == [(8, 16), (8, 32)]
+
+
 def test_repetitions_fold_into_one_row_with_their_spread() -> None:
     rows = ep_bench.over_repetitions(
         [

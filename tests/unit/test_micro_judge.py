@@ -67,6 +67,14 @@ def test_repetitions_fold_into_one_row_with_their_spread(tmp_path: Path) -> None
     assert row.spread == pytest.approx(2 / 21, abs=1e-4)
 
 
+def test_a_chosen_sm_count_is_a_row_and_a_check_of_its_own(tmp_path: Path) -> None:
+    lines = ({**CHECK, "sms": 16}, {**TIME, "sms": 16}, {**CHECK, "sms": 32}, {**TIME, "sms": 32})
+    assert judged(tmp_path, RUN, *lines, DONE)["decode-correct"] == "met"
+    modes = [row.mode for row in micro.rows("decode", micro.read(tmp_path / micro.NAME))]
+    assert modes == ["graph, 16 SMs", "graph, 32 SMs"]
+    assert judged(tmp_path, RUN, *lines[:2], lines[3], DONE)["decode-correct"] == "failed"
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"v": 2, "kind": "run"}', "\0\0"])
 def test_a_damaged_record_is_unreadable_and_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / micro.NAME
