@@ -115,6 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     drop: str
     torch_index: str
     containers: Containers | None = None
+    prefill: tuple[int, ...] = ()
 
 
 def public(value: Any) -> Any:

@@ -138,6 +138,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         drop=str(chosen.drop),
         torch_index=options.torch_index,
         containers=chosen.containers,
+        prefill=lane.arms[chosen.arm].prefill,
     )
 
 

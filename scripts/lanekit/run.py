@@ -97,6 +97,7 @@ class Run:
                     self.drop.started(started)
                 self.progress.say(f"started {service.name} (pid {started.pid}); log: {log}")
             self._await_completion(begin)
+            self._prefill()
             self._served = process.Occurrences(self._launcher.logs()[0], b"POST /v1/completions")
             self.drop.timing("startup", time.monotonic() - begin)
             self.drop.state("ready")
@@ -137,6 +138,30 @@ class Run:
                 self.progress.now(f"starting, {waited:.0f} s: {last[0] if last else ''}")
                 time.sleep(POLL_S)
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
+
+    def _prefill(self) -> None:
+        """Send one prompt of each length that the engine compiles kernels for.
+
+        Raises:
+            ServerDied: a prompt was not answered; what compiles would do so inside a cell.
+        """
+        with requests.Session() as session:
+            session.trust_env = False
+            for tokens in self.plan.prefill:
+                self._launcher.check()
+                self.progress.now(f"starting: a prompt of {tokens} tokens")
+                body = {
+                    "model": self.plan.model.served_name,
+                    "prompt": [1] * tokens,  # token ids: exactly as many as wanted
+                    "max_tokens": 1,
+                    "ignore_eos": True,
+                }
+                if not _completed(session, f"{self.plan.url}/v1/completions", body):
+                    raise ServerDied(
+                        f"a prompt of {tokens} tokens was not answered",
+                        remedy=f"Read {self._launcher.logs()[0]}; prefill in lane.toml must fit "
+                        "the engine's --max-model-len.",
+                    )
 
     def _take(self, name: str, cell: CellPlan) -> None:
         log = self.drop.path / cell.log

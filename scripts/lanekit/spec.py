@@ -83,8 +83,9 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     contracts: profile name -> contract name; its keys are the profiles the arm fits.
     args: appended to the engine's command. env: variable -> value, each read by the component
-    that `reads` names. warmup: AIPerf requests before each cell that no figure counts. patches:
-    our series (folders of patches/) that the engine must hold.
+    that `reads` names. warmup: AIPerf requests before each cell that no figure counts. prefill:
+    prompt lengths in tokens, each sent once before the first cell, for an engine that compiles a
+    kernel for each. patches: our series (folders of patches/) that the engine must hold.
     """
 
     title: str
@@ -93,6 +94,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: dict[str, str] = {}
     reads: dict[str, str] = {}
     warmup: int = 0
+    prefill: tuple[int, ...] = ()
     patches: tuple[str, ...] = ()
 
 

@@ -127,6 +127,22 @@ def test_a_server_that_dies_at_start_is_noticed_at_once(lane: Lane) -> None:
     assert "no such device" in (manifest.failure or "")
 
 
+def test_prompts_of_the_given_lengths_come_before_the_first_cell(lane: Lane) -> None:
+    lane.end("--arm", "prefilled", "--cells", "quick")
+    manifest = lane.manifest()
+    assert manifest.state == "complete"
+    log = next(max(lane.results.glob("2*")).glob("logs/*-server.log")).read_text()
+    said = [line.removeprefix("engine: ") for line in log.splitlines() if "engine: " in line]
+    assert said == ["prompt of 7 tokens", "prompt of 70 tokens"]
+
+
+def test_a_prompt_that_is_not_answered_ends_the_start(lane: Lane) -> None:
+    code, said = lane.end("--arm", "short", "--cells", "quick")
+    assert code == 2
+    assert "a prompt of 70 tokens was not answered" in said
+    assert "cell quick" not in lane.manifest().timings
+
+
 def test_a_server_killed_in_the_middle_of_a_cell_ends_the_cell(lane: Lane) -> None:
     child = lane.start("--cells", "endless")
     manifest = lane.until(sweeping(lane))

@@ -17,6 +17,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answer a completion."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         number = next(COUNT)
+        if isinstance(asked["prompt"], list):
+            print(f"engine: prompt of {len(asked['prompt'])} tokens", flush=True)
+        if "--short" in sys.argv and len(asked["prompt"]) > 64:
+            self.send_error(400)
+            return
         if "--flaky" in sys.argv and number and number % 5 == 0:
             self.send_error(500)
             return
