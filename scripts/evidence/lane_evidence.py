@@ -1,14 +1,19 @@
-"""Print, once per rank and construction, which DeepEP buffer was really built.
+"""Print, once per rank and construction, which DeepEP buffer was really built, and once per rank
+that this would have been printed.
 
 Nothing upstream says it: DeepEP b306af06 is silent unless EP_BUFFER_DEBUG=1, and that prints about
 1 KB per dispatch (read 2026-11-30). lane_evidence.pth imports this module in an interpreter that
-has LANE_EVIDENCE=1. The import registers a finder; the work happens when `deep_ep` is imported.
+has LANE_EVIDENCE=1. The import registers a finder; the work happens when one of WATCHED is.
 
+    [lane-evidence] v=1 armed host=H pid=P rank=R local_rank=L world=W nccl=X.Y.Z nvshmem=A.B.C
+        hook=VERSION
     [lane-evidence] v=1 host=H pid=P rank=R local_rank=L world=W class=deep_ep.ElasticBuffer
         deep_ep=VERSION nccl=X.Y.Z nvshmem=A.B.C gin=TYPE qps=N comms=K timeout_s=T
 
-is one line on standard error. Values come from the objects and libraries mapped into the process:
-`unknown` is a value that could not be read, `none` one that this class does not have.
+are one line each on standard error. The first comes from a process that joined a group of ranks,
+which it must before it can build a buffer: only where it stands does the absence of the second say
+that no buffer was built. Values come from the objects and libraries mapped into the process:
+`unknown` is a value that could not be read, `none` one that is not there.
 
 Environment: LANE_EVIDENCE=1 switches it on. LANE_REFUSE_LEGACY=1 makes the construction of the
 legacy deep_ep.Buffer an error. LANE_TIMEOUT_S (default 600) is the least ElasticBuffer timeout.
@@ -26,12 +31,18 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
+HOOK = "0.2.0"  # of this file, and of its wheel
 PACKAGE = "deep_ep"
+PACKAGES = (PACKAGE, f"tensorrt_llm.{PACKAGE}")  # TensorRT-LLM 1.x carries its own copy
+GROUPS = "torch.distributed.distributed_c10d"
+MPI_ENGINE = "tensorrt_llm"  # its ranks form a group by MPI, with or without torch's
+WATCHED = (*PACKAGES, GROUPS, MPI_ENGINE)
 CLASSES = ("ElasticBuffer", "Buffer")
 TIMEOUTS = ("num_cpu_timeout_secs", "num_gpu_timeout_secs")
 GIN_TYPES = {0: "none", 2: "proxy", 3: "gdaki"}  # ncclGinType_t, NCCL 2.30.4 nccl_device/core.h
 NCCL_API_MAGIC = 0xCAFEBEEF
 MARK = "_lane_evidence"
+ARMED: set[int] = set()  # processes that said so: a fork has its own number
 
 
 def _mapped(stem: str) -> list[str]:
@@ -71,11 +82,11 @@ def _nvshmem_version(path: str) -> str:
     return ".".join(str(part.value) for part in parts)
 
 
-def _versions(stem: str, read: Callable[[str], str]) -> str:
+def _versions(stem: str, read: Callable[[str], str], absent: str = "unknown") -> str:
     """Version of the mapped library; two mapped copies show as two versions, never as one."""
     from functools import partial  # noqa: PLC0415
 
-    return ",".join(_read(partial(read, path)) for path in _mapped(stem)) or "unknown"
+    return ",".join(_read(partial(read, path)) for path in _mapped(stem)) or absent
 
 
 def _gin(buffer: Any) -> str:
@@ -124,19 +135,29 @@ def _package_version() -> str:
 
 
 def _rank_and_world(group: Any) -> tuple[int, int]:
-    """Global rank and world; those of the group where torch.distributed has none."""
+    """Global rank and world; those of the group, else MPI's, where torch.distributed has none."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank()), int(dist.get_world_size())
-    return int(group.rank()), int(group.size())
+    if group is not None:
+        return int(group.rank()), int(group.size())
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
 
 
-def _local_rank() -> int:
-    """LOCAL_RANK, else the current device's index before CUDA_VISIBLE_DEVICES."""
-    if os.environ.get("LOCAL_RANK", "").isdigit():
-        return int(os.environ["LOCAL_RANK"])
-    current = int(sys.modules["torch"].cuda.current_device())
+def _local_rank(world: int = 0) -> int:
+    """What the launcher says, else the current device's index before CUDA_VISIBLE_DEVICES. A
+    process without a device is not given one; it is the first where it is alone."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    cuda = sys.modules["torch"].cuda
+    if world == 1 and not cuda.is_initialized():
+        return 0
+    current = int(cuda.current_device()) if cuda.is_initialized() else None
     visible = [item for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item]
+    if current is None:
+        (only,) = visible
+        return int(only)
     return int(visible[current]) if visible else current
 
 
@@ -148,17 +169,42 @@ def _read(get: Callable[[], object]) -> str:
         return "unknown"
 
 
-def _line(buffer: Any, name: str, arguments: dict[str, Any]) -> str:
-    group, elastic = arguments.get("group"), name == "ElasticBuffer"
-    qps = "num_allocated_qps" if elastic else "num_qps_per_rank"
-    fields = {
-        "v": lambda: 1,
+def _who(group: Any) -> dict[str, Callable[[], object]]:
+    return {
         "host": lambda: os.uname().nodename,
         "pid": os.getpid,
         "rank": lambda: _rank_and_world(group)[0],
-        "local_rank": _local_rank,
+        "local_rank": lambda: _local_rank(_rank_and_world(group)[1]),
         "world": lambda: _rank_and_world(group)[1],
-        "class": lambda: f"{PACKAGE}.{name}",
+    }
+
+
+def _print(mark: str, fields: dict[str, Callable[[], object]]) -> None:
+    """One write, so that the lines of ranks that share a pipe do not tear. It ends whatever stands
+    there unended: NCCL's output is cut at its buffer's end, and this line was glued to it (seen
+    2026-11-30)."""
+    said = " ".join(f"{key}={_read(get)}" for key, get in fields.items())
+    os.write(2, f"\n[lane-evidence] v=1 {mark}{said}\n".encode())
+
+
+def _arm() -> None:
+    """Say once that the hook is in this process."""
+    if os.getpid() in ARMED:
+        return
+    ARMED.add(os.getpid())
+    versions = {
+        "nccl": lambda: _versions("libnccl.so", _nccl_version, "none"),
+        "nvshmem": lambda: _versions("libnvshmem_host.so", _nvshmem_version, "none"),
+        "hook": lambda: HOOK,
+    }
+    _print("armed ", {**_who(None), **versions})
+
+
+def _built(buffer: Any, package: str, name: str, arguments: dict[str, Any]) -> None:
+    group, elastic = arguments.get("group"), name == "ElasticBuffer"
+    qps = "num_allocated_qps" if elastic else "num_qps_per_rank"
+    fields = {
+        "class": lambda: f"{package}.{name}",
         "deep_ep": _package_version,
         "nccl": lambda: _versions("libnccl.so", _nccl_version),
         "nvshmem": lambda: _versions("libnvshmem_host.so", _nvshmem_version),
@@ -168,7 +214,7 @@ def _line(buffer: Any, name: str, arguments: dict[str, Any]) -> str:
         "comms": lambda: _comms(group) if elastic else "none",
         "timeout_s": lambda: min(arguments[key] for key in TIMEOUTS) if elastic else "none",
     }
-    return "[lane-evidence] " + " ".join(f"{key}={_read(get)}" for key, get in fields.items())
+    _print("", {**_who(group), **fields})
 
 
 def _refuse(name: str) -> None:
@@ -185,7 +231,7 @@ def _least_timeout() -> int:
     return int(wanted) if wanted.isdigit() else 600
 
 
-def _wrap(cls: type, name: str) -> None:
+def _wrap(cls: type, package: str, name: str) -> None:
     """Make the constructor of `cls` report itself. Does nothing the second time."""
     original = cls.__init__  # type: ignore[misc]
     if getattr(original, MARK, False):
@@ -205,27 +251,48 @@ def _wrap(cls: type, name: str) -> None:
             if key in call.arguments:
                 call.arguments[key] = max(floor, call.arguments[key])
         original(*call.args, **call.kwargs)
-        # One write, so that the lines of ranks that share a pipe do not tear.
-        os.write(2, (_line(self, name, call.arguments) + "\n").encode())
+        _built(self, package, name, call.arguments)
 
     setattr(init, MARK, True)
     cls.__init__ = init  # type: ignore[misc]
 
 
+def _watch_group(module: Any) -> None:
+    """Make the call that joins a group of ranks say so."""
+    original = module.init_process_group
+    if getattr(original, MARK, False):
+        return
+    from functools import wraps  # noqa: PLC0415
+
+    @wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        joined = original(*args, **kwargs)
+        _arm()
+        return joined
+
+    setattr(init_process_group, MARK, True)
+    module.init_process_group = init_process_group
+
+
 def _watch(module: ModuleType) -> None:
-    for name in CLASSES:
-        cls = getattr(module, name, None)
+    name = module.__name__
+    if name == GROUPS:
+        _watch_group(module)
+    elif name == MPI_ENGINE and "OMPI_COMM_WORLD_RANK" in os.environ:
+        _arm()
+    for each in CLASSES if name in PACKAGES else ():
+        cls = getattr(module, each, None)
         if isinstance(cls, type):
-            _wrap(cls, name)
+            _wrap(cls, name, each)
 
 
 class _LaneEvidenceFinder:
-    """Finds `deep_ep` with the other finders and wraps its classes once it is executed."""
+    """Finds what is watched with the other finders, and watches it once it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != PACKAGE:
+        if fullname not in WATCHED:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _LaneEvidenceFinder)]
         found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -243,10 +310,11 @@ class _LaneEvidenceFinder:
 
 
 def install() -> None:
-    """Register the finder once; wrap at once where `deep_ep` is already imported."""
-    if PACKAGE in sys.modules:
-        _watch(sys.modules[PACKAGE])
-    elif not any(type(finder).__name__ == _LaneEvidenceFinder.__name__ for finder in sys.meta_path):
+    """Register the finder once; watch at once what is already imported."""
+    for name in WATCHED:
+        if name in sys.modules:
+            _watch(sys.modules[name])
+    if not any(type(finder).__name__ == _LaneEvidenceFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _LaneEvidenceFinder())
 
 

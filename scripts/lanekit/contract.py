@@ -42,6 +42,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank, the others are values. expect: group -> the only allowed value or values; `$name` is
     taken from the profile or the plan. sensor: text that shows the log would have held the line
     had it happened: with it, no evidence refutes; without it, no evidence is "could not check".
+    watched: the line is the evidence hook's, so its absence counts only where the hook stood in
+    every rank's process, as its `armed` and construction lines say.
     source: where upstream prints it. versions: what the pattern was read from.
     """
 
@@ -55,6 +57,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expect: dict[str, str | tuple[str, ...]] = {}
     phase: Phase = "any"
     sensor: str = ""
+    watched: bool = False
     note: str = ""
 
 

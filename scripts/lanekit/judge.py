@@ -40,7 +40,8 @@ class Line:
 class Logs:
     """What all logs of a drop gave. first_request: stream -> (part, line) of its first answered
     request. overflow: probes that gave more than is kept. files: logs that hold anything. ends:
-    the first and last bytes of each log, where times are looked for."""
+    the first and last bytes of each log, where times are looked for. armed: the lines of processes
+    that the evidence hook was in."""
 
     lines: Mapping[str, Sequence[Line]]
     known: ranks.Identities
@@ -49,6 +50,7 @@ class Logs:
     overflow: frozenset[str]
     files: int
     ends: Sequence[tuple[bytes, bytes]] = ()
+    armed: Sequence[Line] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
         outcome, actual = "failed", f"lines, but none {rule.phase.replace('_', ' ')}"
     if bound.id in logs.overflow:  # then some of its lines are not kept, forbidden ones included
         outcome, actual = "failed", f"{actual}; more different lines than any run prints"
-    places = _span(lines or every)
+    places = _span(lines or every or (logs.armed if rule.watched else ()))
     return Check(
         id=bound.id,
         group="transport",
@@ -232,7 +234,7 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
     return ("met" if count >= facts.requests else "failed"), expected, f"{count} lines", []
 
 
-def _none(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judged:
+def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
     count = sum(x.evidence.count for x in lines)
     if logs.files == 0:
         return "unchecked", "no such line", "no log to look into", []
@@ -240,7 +242,22 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judge
         return "failed", "no such line", f"{count} lines{_who(lines, logs)}", []
     if rule.sensor and rule.sensor not in logs.sensors:
         return "unchecked", "no such line", f"none, but no{rule.sensor}line either", []
+    if rule.watched:
+        return _unwatched(logs, facts)
     return "met", "no such line", "none", []
+
+
+def _unwatched(logs: Logs, facts: Facts) -> Judged:
+    """No line of the hook's: that says something of the ranks that the hook was in."""
+    want = facts.profile.ranks
+    world = ("world", str(want))
+    armed = [x.evidence for x in logs.armed if world in x.evidence.values]
+    found = {ranks.key(evidence, logs.known, "") for evidence in armed}
+    seen = {key for key in found if key is not None}
+    missing, _ = ranks.compare(seen, facts.profile)
+    actual = f"none; the hook was in {len(seen)} of {want} ranks"
+    outcome: Outcome = "unchecked" if missing or not seen else "met"
+    return outcome, "no such line where the hook would print it", actual, missing
 
 
 _NEEDS: Final = {

