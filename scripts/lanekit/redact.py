@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from lanekit import drop, interrupt, logs, prefix, scan, verify
+from lanekit import drop, hosts, interrupt, logs, prefix, scan, verify
 from lanekit.errors import ConfigError, LaneError, Unreadable
 
 # A word may stand behind an escaped newline of JSON, and a directory behind a compiler's -I.
@@ -240,7 +240,7 @@ def _words(source: Path, files: Sequence[Path]) -> Words:
                 if path.name == drop.MANIFEST:
                     roots.update(re.findall(rb"[\"=:]/([\w.-]+)(?=/)", block))
     if (source / drop.MANIFEST) in files:
-        stated.update(str(x).encode() for x in drop.read(source).plan.get("hosts", ()))
+        stated.update(x.encode() for x in hosts.names(drop.read(source).plan.get("hosts", ())))
     # Two processes writing at once glue a host's name to the end of another line.
     torn = {p for p in printed - stated for x in stated | printed if p != x and p.endswith(x)}
     names = {x for x in stated | (printed - torn) if not x.replace(b".", b"").isdigit()}

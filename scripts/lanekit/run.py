@@ -282,7 +282,7 @@ def _prepare(run: Run) -> None:
         _require_patched(series, plan.environments["server"].python)
     drop.timing("install", time.monotonic() - begin)
     here = machine.read()
-    drop.write(f"host/{here.host}.json", msgspec.json.format(msgspec.json.encode(here)))
+    drop.write(f"host/{plan.hosts[0].name}.json", msgspec.json.format(msgspec.json.encode(here)))
 
 
 def _require_program(path: str) -> None:

@@ -15,7 +15,8 @@ from lanekit.errors import ConfigError
 class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What carries traffic between ranks of a fleet.
 
-    kind: `efa` between hosts, `nvlink` inside one host, `none` where one rank stands alone.
+    kind: `efa` between hosts, `nvlink` inside one host, `none` where one rank stands alone or ranks
+    talk over plain sockets.
     provider, fabric: what libfabric must report (`efa`, `efa-direct`); empty without a NIC.
     """
 
@@ -113,10 +114,25 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: dict[str, str] = {}
 
 
+class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a role changes where a fleet has more than one host; with one host there are no roles.
+
+    args: what `${ROLE_ARGS}` stands for in serve.yaml, each filled in like a word there. command:
+    the whole command instead of serve.yaml's. env: variables added. services: those of serve.yaml
+    that such a host runs; all when none is named.
+    """
+
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    services: tuple[str, ...] = ()
+
+
 class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine under one workload. `profiles` holds what differs there; `arm` is the default.
 
-    image: the image of the graph that holds the engine.
+    image: the image of the graph that holds the engine. ports: names of the free ports of the
+    leader that the engine needs beside the server's; `rpc` is `${LANE_PORT_RPC}` in serve.yaml.
     """
 
     name: str
@@ -129,6 +145,8 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profiles: dict[str, Setting]
     image: str = ""
     ready_s: float = 1200.0
+    ports: tuple[str, ...] = ()
+    roles: dict[Literal["leader", "worker"], Role] = {}
 
 
 def profile(name: str) -> Profile:
@@ -173,7 +191,7 @@ NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 def checked(found: Lane) -> Lane:
     """A lane whose names refer to arms and profiles that exist, and can be folders of a drop."""
-    for name in (found.name, *found.arms, *found.workload.cells):
+    for name in (found.name, *found.arms, *found.workload.cells, *found.ports):
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"lane {found.name}: '{name}' cannot be a name",

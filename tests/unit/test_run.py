@@ -109,7 +109,7 @@ def test_a_run_to_its_end_leaves_a_sealed_drop_and_no_process(lane: Lane) -> Non
     code, said = lane.end("--cells", "quick")
     manifest = lane.manifest()
     assert manifest.state == "complete", said
-    assert "logs/" + manifest.plan["hosts"][0] + "-server.log" in manifest.files
+    assert "logs/" + manifest.plan["hosts"][0]["name"] + "-server.log" in manifest.files
     assert "aiperf/quick/console.log" in manifest.files
     assert {"install", "startup", "cell quick", "wall"} <= set(manifest.timings)
     assert len(manifest.processes) == 2
