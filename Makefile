@@ -32,7 +32,7 @@ bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART
 	@exec $(LANEKIT) bundle '$(LANE)' --profile '$(PROFILE)' $(call option,PART_MIB,--part-mib) \
 	  $(call option,DEEPEP_WHEEL,--deepep-wheel) $(call option,PRESENT,--present) $(call option,OUT,--out)
 
-lanes: setup ## List every lane and arm with where it runs
+lanes: setup ## List every row with its state: run here (drop, verdict), needs hardware, known failing
 	@$(LANEKIT) lanes
 
 include images/*.mk patches/*.mk

@@ -19,17 +19,19 @@ UNBACKED: Final = ("statement", "unread")
 
 Evidence = Literal["records", "log", "summary", "excerpt", "statement", "unread"]
 Trait = Literal[
-    "stack", "engine", "launcher", "weights", "driver", "gin", "gdrdrv", "aiperf", "check", "qps",
-    "sms", "communicators",
+    "stack", "engine", "launcher", "weights", "driver", "gin", "gdrdrv", "aiperf", "check",
+    "timing", "qps", "sms", "communicators",
 ]  # fmt: skip
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a figure counts. better: the direction of an improvement, empty where there is none."""
+    """What a figure counts. better: the direction of an improvement, empty where there is none.
+    headline: whether a row counts as reproduced by it."""
 
     title: str
     unit: str
     better: Literal["higher", "lower", ""]
+    headline: bool = False
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,6 +97,13 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Where the figures of a row stand in their source."""
         root, below = row.file.startswith("/"), row.file.lstrip("/")
         return below if root else f"{self.runs[row.run].folder}/{below}"
+
+    def address(self, row: Row) -> str:
+        """The public address of the file that a row's figures stand in; of its source where that
+        could not be read."""
+        source = self.sources[self.runs[row.run].source]
+        unread = row.evidence == "unread"
+        return source.url if unread else f"{source.url}/blob/{source.commit}/{self.path(row)}"
 
 
 class Figure(msgspec.Struct, frozen=True):

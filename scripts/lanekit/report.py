@@ -5,10 +5,11 @@ from typing import Final
 
 import msgspec
 
+from lanekit import compare, lanes, paths, published, spec, verify
 from lanekit import drop as drops
-from lanekit import paths, spec, verify
 from lanekit.errors import LaneError
 from lanekit.manifest import Manifest
+from lanekit.published import Published
 from lanekit.verdict import CellRow, Verdict
 
 SWEEP_SHOWN: Final = (1, 16, 512, 4096, 8192)  # tokens; a table of every size hides the shape
@@ -71,8 +72,10 @@ def breakdown(manifest: Manifest, wall: float) -> str:
 
 def write() -> str:
     """Judge every drop below results/ anew and write RESULTS.md; returns what was written where."""
+    known = published.load()
     found: list[Row] = []
     times: list[tuple[str, Verdict]] = []
+    beside = ""
     for manifest in sorted(paths.RESULTS.glob("*/manifest.json")):
         drop = manifest.parent
         try:
@@ -80,10 +83,13 @@ def write() -> str:
             found += rows(drop, verdict)
         except LaneError:
             continue  # an unreadable drop has no row; `lanekit verify` says why
+        beside += _beside(known, drop.name, verdict)
         if verdict.micro:
             times.append((drop.name, verdict))
     paths.RESULTS.mkdir(parents=True, exist_ok=True)
-    drops.atomic(paths.RESULTS / "RESULTS.md", _markdown(found, times).encode())
+    parts = (_markdown(found, times), _BESIDE + (beside or "None yet.\n"), _unmeasured())
+    text = "".join((*parts, _published(known)))
+    drops.atomic(paths.RESULTS / "RESULTS.md", text.encode())
     count = len(found) + len(times)
     return f"{paths.RESULTS / 'RESULTS.md'}: {count} row{'s' if count != 1 else ''}"
 
@@ -117,6 +123,71 @@ def _times(drop: str, verdict: Verdict) -> str:
         for r in shown
         if r.cell != "sweep" or r.tokens in SWEEP_SHOWN
     )
+
+
+_BESIDE: Final = (
+    "\n## Measured beside published\n\nPublished figures stand with their own fleet, day and "
+    "backing; a difference is given on the same fleet only.\n\n"
+)
+_BESIDE_HEAD: Final = "| figure | published | measured | difference |\n|---|---|---|---|\n"
+
+
+def _beside(known: Published, drop: str, verdict: Verdict) -> str:
+    """A table for every load point of a drop that has published figures."""
+    names = (*(c.name for c in verdict.cells), *(m.cell for m in verdict.micro))
+    text = ""
+    for cell in dict.fromkeys(names):
+        found = [x for x in compare.lines(known, verdict, cell) if x.measured is not None]
+        if found:
+            text += f"### {verdict.lane}/{verdict.arm}/{cell} on {verdict.profile}: "
+            text += f"{verdict.result} ({drop})\n\n{_BESIDE_HEAD}"
+            text += "".join(_beside_row(known, line) for line in found) + "\n"
+    return text
+
+
+def _beside_row(known: Published, line: compare.Line) -> str:
+    metric, figure = known.metrics[line.figure.metric], line.figure
+    other = line.standing == "other fleet"
+    difference = "other fleet" if other else f"{line.difference:+.1%} ({line.standing})"
+    return (
+        f"| {metric.title}, {metric.unit} | {figure.value} on {figure.run.profile}, "
+        f"{figure.run.date}, {_backing(figure.row)} | {_n(line.measured)} | {difference} |\n"
+    )
+
+
+def _backing(row: published.Row) -> str:
+    return row.evidence if row.supported else f"not supported ({row.evidence})"
+
+
+def _unmeasured() -> str:
+    """The rows of this checkout without a drop, by what keeps them."""
+    kept: dict[str, list[str]] = {}
+    for entry in lanes.entries():
+        if entry.measured is None or entry.failing is not None:
+            kept.setdefault(entry.state, []).append(
+                f"{entry.lane}/{entry.arm} on {entry.profile}"
+                + (f" ({entry.detail})" if entry.failing else "")
+            )
+    text = "\n## Not measured here\n\n"
+    return text + "".join(f"- {state}: {'; '.join(names)}\n" for state, names in kept.items())
+
+
+def _published(known: Published) -> str:
+    """Every published row, with what backs it."""
+    text = (
+        "\n## Published\n\nFrom results/published.toml, not measured by this project.\n\n"
+        "| row | fleet, day | figures | backed by | limits |\n|---|---|---|---|---|\n"
+    )
+    for row in known.rows:
+        run = known.runs[row.run]
+        figures = "; ".join(
+            f"{known.metrics[name].title} {value} {known.metrics[name].unit}".rstrip()
+            for name, value in row.figures.items()
+        )
+        name = f"{row.name} (retired)" if row.retired else row.name
+        backing = f"[{_backing(row)}]({known.address(row)})"
+        text += f"| {name} | {run.profile}, {run.date} | {figures} | {backing} | {row.why} |\n"
+    return text
 
 
 def _table(title: str, found: list[Row]) -> str:

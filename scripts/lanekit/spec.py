@@ -1,5 +1,6 @@
 """Lanes, arms, cells and profiles, as their files declare them. Strict: no unknown key passes."""
 
+import datetime
 import math
 import re
 from collections.abc import Iterable
@@ -79,6 +80,16 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dummy_weights: bool = False
 
 
+class KnownFailing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An arm that is known not to run. since: when it was last seen to fail. issue: upstream's
+    address of it; empty where none is filed. profiles: where it fails; everywhere when empty."""
+
+    since: datetime.date
+    what: str
+    issue: str = ""
+    profiles: tuple[str, ...] = ()
+
+
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named variant of a lane.
 
@@ -97,6 +108,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warmup: int = 0
     prefill: tuple[int, ...] = ()
     patches: tuple[str, ...] = ()
+    known_failing: KnownFailing | None = None
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,6 +221,9 @@ def checked(found: Lane) -> Lane:
     for arm in found.arms.values():
         for where in arm.contracts:
             _require(where, found.profiles, what="profile", option=f"lane {found.name}, contracts")
+        for where in arm.known_failing.profiles if arm.known_failing else ():
+            option = f"lane {found.name}, known_failing"
+            _require(where, arm.contracts, what="profile", option=option)
     return found
 
 

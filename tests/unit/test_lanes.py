@@ -1,5 +1,10 @@
 """The list of lanes, and the README that shows it."""
 
+import datetime
+from pathlib import Path
+
+import drops
+import msgspec
 import pytest
 
 from lanekit import lanes, paths, spec
@@ -25,4 +30,87 @@ def test_a_readme_without_markers_is_refused() -> None:
 
 def test_only_committed_drops_count_for_the_readme() -> None:
     states = {e.state for e in lanes.entries(committed=True)}
-    assert all(state == "not run here" or state.startswith("run here 2") for state in states)
+    assert states <= {"needs hardware", "not run yet", "known failing", "run here: proven"}
+
+
+def test_no_arm_is_called_failing_that_has_been_proven_since() -> None:
+    for entry in lanes.entries(committed=True):
+        if entry.failing and entry.measured and entry.measured.result == "proven":
+            assert entry.measured.day <= str(entry.failing.since), f"{entry}: drop known_failing"
+
+
+def found(lane: str, arm: str, profile: str) -> lanes.Entry:
+    (entry,) = [e for e in lanes.entries() if (e.lane, e.arm, e.profile) == (lane, arm, profile)]
+    return entry
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_a_row_without_a_drop_says_what_it_needs(checkout: Path) -> None:
+    assert found("vllm", "v2", "p5en-x2").detail == "needs hardware: p5en-x2"
+    assert found("vllm", "floor", "cpu").detail == "not run yet"
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_a_row_with_a_drop_says_when_and_what_it_proves_today(checkout: Path) -> None:
+    drops.drop(checkout / "results" / "one", "cpu")
+    entry = found("vllm", "floor", "cpu")
+    assert entry.detail == "run here 2026-11-30: proven (one)"
+    assert "vllm/floor" in lanes.text()
+    assert "1 run here: proven" in lanes.text()
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_a_drop_that_no_longer_holds_is_shown_as_refuted(checkout: Path) -> None:
+    folder = drops.drop(checkout / "results" / "one", "cpu")
+    (folder / "logs" / "here-server.log").write_text("other\n")
+    assert found("vllm", "floor", "cpu").state == "run here: refuted"
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_the_newest_drop_of_a_row_speaks_for_it(checkout: Path) -> None:
+    drops.drop(checkout / "results" / "new", "cpu", lambda log: log[:1])
+    drops.drop(checkout / "results" / "old", "cpu", started="2026-11-29T11:00:00.000+00:00")
+    assert found("vllm", "floor", "cpu").measured == lanes.Measured("new", "2026-11-30", "refuted")
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_an_interrupted_run_is_no_run(checkout: Path) -> None:
+    drops.drop(checkout / "results" / "cut", "cpu", state="interrupted")
+    assert found("vllm", "floor", "cpu").state == "not run yet"
+
+
+FAILING = (
+    '"known_failing" = { since = 2026-11-30, what = "dies in capture", profiles = ["h200x2"], '
+    'issue = "https://github.com/vllm-project/vllm/issues/1" }'
+)
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_a_known_failing_arm_is_dated_and_filed_where_it_fails(checkout: Path) -> None:
+    lane = paths.LANES / "vllm" / "lane.toml"
+    title = '"title" = "v2"'
+    assert title in lane.read_text()
+    lane.write_text(lane.read_text().replace(title, f"{title}, {FAILING}"))
+    drops.drop(checkout / "results" / "one", "v2-nvlink")
+    here = found("vllm", "v2", "h200x2")
+    assert here.detail == (
+        "known failing since 2026-11-30: dies in capture "
+        "(https://github.com/vllm-project/vllm/issues/1)"
+    )
+    assert found("vllm", "v2", "p5en-x2").state == "needs hardware"
+    assert "h200x2 (known failing since 2026-11-30)" in lanes.markdown()
+
+
+def test_a_failure_on_a_profile_that_the_arm_does_not_fit_is_refused() -> None:
+    lane = msgspec.structs.replace(spec.lane("vllm"))
+    failing = spec.KnownFailing(datetime.date(2026, 11, 30), "x", profiles=("p5-x2",))
+    arm = msgspec.structs.replace(lane.arms["floor"], known_failing=failing)
+    broken = msgspec.structs.replace(lane, arms={**lane.arms, "floor": arm})
+    with pytest.raises(ConfigError, match="known_failing: no profile named 'p5-x2'"):
+        spec.checked(broken)
+
+
+def test_what_was_published_without_an_arm_here_is_listed() -> None:
+    rows = lanes.published_only(lanes.entries())
+    assert ("trtllm/shim", "p5en-x2", "c4,c8,c32,*", "published only, retired") in rows
+    assert not [arm for arm, *_ in rows if arm == "vllm/epnc1"]
