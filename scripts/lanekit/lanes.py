@@ -62,7 +62,7 @@ def entries(*, committed: bool = False) -> list[Entry]:
 
     committed: count only drops that git tracks, so that a README does not follow local runs.
     """
-    measured = _measured(_tracked() if committed else sorted(paths.RESULTS.glob("*")))
+    measured = _measured(tracked() if committed else sorted(paths.RESULTS.glob("*")))
     return [
         Entry(
             lane=lane.name,
@@ -86,7 +86,7 @@ def _failing(arm: spec.Arm, profile: str) -> spec.KnownFailing | None:
     return found if found and (not found.profiles or profile in found.profiles) else None
 
 
-def _tracked() -> list[Path]:
+def tracked() -> list[Path]:
     """The drops that git tracks; none outside a checkout."""
     ask = ("git", "-C", str(paths.ROOT), "ls-files", "results/*/manifest.json")
     told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
