@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle help setup lanes lint test test-all bench report readme verify-logs triage redact clean
+.PHONY: bundle plots help setup lanes lint test test-all bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
@@ -53,6 +53,9 @@ redact: setup ## Copy a drop without what names its machine, same verdict: RESUL
 
 report: setup ## Write results/RESULTS.md from the drops
 	@$(LANEKIT) report
+
+plots: setup ## Draw results/plots/ from the proven drops
+	@$(VENV)/bin/python scripts/plots.py
 
 ##@ Work on it
 setup: $(STAMP) ## Make .venv with the command lanekit, from its hashed lock
