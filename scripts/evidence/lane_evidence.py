@@ -6,13 +6,14 @@ Nothing upstream says it: DeepEP b306af06 is silent unless EP_BUFFER_DEBUG=1, an
 has LANE_EVIDENCE=1. The import registers a finder; the work happens when one of WATCHED is.
 
     [lane-evidence] v=1 armed host=H pid=P rank=R local_rank=L world=W nccl=X.Y.Z nvshmem=A.B.C
-        hook=VERSION
+        hook=VERSION t=SECONDS
     [lane-evidence] v=1 host=H pid=P rank=R local_rank=L world=W class=deep_ep.ElasticBuffer
-        deep_ep=VERSION nccl=X.Y.Z nvshmem=A.B.C gin=TYPE qps=N comms=K timeout_s=T
+        deep_ep=VERSION nccl=X.Y.Z nvshmem=A.B.C gin=TYPE qps=N comms=K timeout_s=T t=SECONDS
 
 are one line each on standard error. The first comes from a process that joined a group of ranks,
 which it must before it can build a buffer: only where it stands does the absence of the second say
-that no buffer was built. Values come from the objects and libraries mapped into the process:
+that no buffer was built. `t` is the time since the epoch, so that a log of another run is known
+for one. Values come from the objects and libraries mapped into the process:
 `unknown` is a value that could not be read, `none` one that is not there.
 
 Environment: LANE_EVIDENCE=1 switches it on. LANE_REFUSE_LEGACY=1 makes the construction of the
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-HOOK = "0.2.0"  # of this file, and of its wheel
+HOOK = "0.3.0"  # of this file, and of its wheel
 PACKAGE = "deep_ep"
 PACKAGES = (PACKAGE, f"tensorrt_llm.{PACKAGE}")  # TensorRT-LLM 1.x carries its own copy
 GROUPS = "torch.distributed.distributed_c10d"
@@ -183,6 +184,9 @@ def _print(mark: str, fields: dict[str, Callable[[], object]]) -> None:
     """One write, so that the lines of ranks that share a pipe do not tear. It ends whatever stands
     there unended: NCCL's output is cut at its buffer's end, and this line was glued to it (seen
     2026-11-30)."""
+    import time  # noqa: PLC0415
+
+    fields = {**fields, "t": lambda: f"{time.time():.3f}"}
     said = " ".join(f"{key}={_read(get)}" for key, get in fields.items())
     os.write(2, f"\n[lane-evidence] v=1 {mark}{said}\n".encode())
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import venv
 from pathlib import Path
@@ -176,6 +177,7 @@ def test_elastic_line_names_what_is_mapped(interpreter: Path, libraries: dict[st
     (row,) = lines(done)
     assert row.pop("host") == os.uname().nodename
     assert int(row.pop("pid")) > 0
+    assert abs(float(row.pop("t")) - time.time()) < 600
     assert row == {
         "v": "1", "rank": "1", "local_rank": "5", "world": "2", "class": "deep_ep.ElasticBuffer",
         "deep_ep": "2.0.0", "nccl": "2.30.4", "nvshmem": "3.6.5", "gin": "gdaki", "qps": "129",
@@ -250,6 +252,7 @@ def test_a_rank_says_once_that_it_is_watched(interpreter: Path, libraries: dict[
     assert done.stderr.startswith("\n[lane-evidence] v=1 armed host=")
     assert row.pop("host") == os.uname().nodename
     assert int(row.pop("pid")) > 0
+    assert abs(float(row.pop("t")) - time.time()) < 600
     assert row == {
         "v": "1", "rank": "11", "local_rank": "3", "world": "16", "nccl": "2.30.4",
         "nvshmem": "3.6.5", "hook": version(),
@@ -412,7 +415,7 @@ def test_lines_of_ranks_on_one_pipe_do_not_tear(interpreter: Path) -> None:
     assert [rank.wait() for rank in ranks] == [0] * 4
     assert len(got) == 800
     assert all(line.startswith("[lane-evidence] v=1 ") for line in got)
-    assert all(line.endswith(" timeout_s=600") for line in got)
+    assert all(" timeout_s=600 t=" in line for line in got)
 
 
 def test_runs_under_this_python() -> None:
