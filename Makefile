@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle plots help setup lanes lint test test-all bench report readme verify-logs triage redact clean
+.PHONY: bundle plots help setup lanes reproduce lint test test-all bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
@@ -26,6 +26,14 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
 	  $(if $(PLAN),--plan) $(if $(REDACT),--redact)
+
+reproduce: setup ## Run one row again, by digest, and say how far it is from the published: ROW=vllm/epnc8/c32 [RESULTS=DIR]
+	@test -n "$(ROW)" || { echo "error: say which row: make reproduce ROW=lane/arm/cell" >&2; exit 2; }
+	@exec $(LANEKIT) reproduce '$(ROW)' $(call option,PROFILE,--profile) $(call option,RESULTS,--drop) \
+	  $(call option,MODEL,--model) $(call option,PORT,--port) $(call option,LAUNCHER,--launcher) \
+	  $(call option,HOSTS,--hosts) $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
+	  $(call option,REGISTRY,--registry) $(call option,SERVER_PYTHON,--server-python) \
+	  $(call option,AIPERF_PYTHON,--aiperf-python) $(if $(PLAN),--plan)
 
 bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
 	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }

@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a lane, keep its drop, judge it, print the row")
     _add_run_arguments(run)
     run.set_defaults(command=_run)
+    again = commands.add_parser("reproduce", help="run one row again and set it beside its figures")
+    _add_reproduce_arguments(again)
+    again.set_defaults(command=_reproduce)
     verify = commands.add_parser("verify", help="judge a drop or a log, offline")
     _add_verify_arguments(verify)
     verify.set_defaults(command=_verify)
@@ -79,20 +82,35 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("lane", help="a folder of lanes/")
-    add("--profile", default="", help="the fleet; chosen from this machine when not given")
     add("--arm", default="", help="the variant; the lane's default on the profile when not given")
     add("--cells", default="", help="load points, comma-separated; all when not given")
+    add("--results", default="", help="where the drop goes; results/ when not given")
+    add("--redact", action="store_true", help="leave a redacted copy in redacted/ too")
+    _add_start_arguments(parser)
+
+
+def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command takes that starts a run."""
+    add = parser.add_argument
+    add("--profile", default="", help="the fleet; chosen from this machine when not given")
     add("--model", default="", help="a local directory or a hub id instead of the lane's model")
     add("--port", type=int, default=0, help="the server's port; a free one when not given")
     add("--launcher", default="", help="process, compose; one that fits when not given")
     add("--hosts", default="", help="[user@]address[:port],... or an inventory file")
-    add("--results", default="", help="where the drop goes; results/ when not given")
     add("--torch-index", default="", help="index of CPU torch builds, taken when it answers")
     add("--server-python", default="", help="an interpreter that already holds the engine")
     add("--aiperf-python", default="", help="an interpreter that already holds AIPerf")
     add("--env", default="", help="extra variables for every process: 'A=1 B=2'")
     add("--plan", action="store_true", help="print the frozen plan and start nothing")
-    add("--redact", action="store_true", help="leave a redacted copy in redacted/ too")
+
+
+def _add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("row", help="lane/arm/cell, as `lanekit lanes` lists them")
+    add("--drop", type=Path, help="a drop that is already there, instead of a run")
+    add("--registry", default="", help="a mirror of the images; digests stay")
+    _add_start_arguments(parser)
+    parser.set_defaults(lane="", arm="", cells="", results="")
 
 
 def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +188,12 @@ def _run(args: argparse.Namespace) -> int:
             from lanekit import redact  # noqa: PLC0415
 
             print(f"redacted: {redact.beside(Path(made.drop))}")
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    from lanekit import reproduce  # noqa: PLC0415
+
+    return reproduce.run(args, _options(args))
 
 
 def _options(args: argparse.Namespace) -> "planning.Options":

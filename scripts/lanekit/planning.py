@@ -49,6 +49,7 @@ class Options(msgspec.Struct, frozen=True):
 
     lane: str
     profile: str = ""
+    profile_why: str = ""
     arm: str = ""
     cells: tuple[str, ...] = ()
     model: str = ""
@@ -321,7 +322,7 @@ def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[
                 f"lane {lane.name} has no setting for profile {chosen.name}",
                 remedy=f"It runs on: {', '.join(lane.profiles)}.",
             )
-        return chosen, "asked for with PROFILE="
+        return chosen, options.profile_why or "asked for with PROFILE="
     known = [spec.profile(name) for name in spec.profile_names() if name in lane.profiles]
     name, why = machine.choose(here, known)
     return spec.profile(name), why

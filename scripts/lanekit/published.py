@@ -13,7 +13,7 @@ import msgspec
 from lanekit import paths, spec, toml
 from lanekit.errors import ConfigError
 
-FILE: Final = paths.RESULTS / "published.toml"
+FILE: Final = paths.ROOT / "results" / "published.toml"
 ANY: Final = "*"  # the cell of a figure that belongs to no load point
 UNBACKED: Final = ("statement", "unread")
 

@@ -105,10 +105,11 @@ def push(name: str, stack: str, registry: str, lock: Path = LOCK) -> str:
     return f"{repository}:{label}@{digest}"
 
 
-def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK) -> str:
+def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str = "") -> str:
     """Pull an image by the digest in the lock, verify it, and make it the local one.
 
-    registry: instead of the recorded one, as a mirror; the digest stays.
+    registry: instead of the recorded one, as a mirror; the digest stays. ssh: pull on the host
+    that this reaches, not here.
 
     Raises:
         ImageFailed: no digest is recorded, the registry does not have it, or it has another.
@@ -125,12 +126,12 @@ def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK) -> str:
         )
     place = f"{registry}/{name}" if registry and registry != DEFAULT else entry.repository
     reference = f"{place}@{entry.digest}"
-    _docker("pull", "--quiet", reference)
-    client = images.docker()
+    _docker(*(("-H", f"ssh://{ssh}") if ssh else ()), "pull", "--quiet", reference)
+    client = images.docker(ssh)
     found = client.image.inspect(reference)
     if entry.digest not in (found.id, *(d.partition("@")[2] for d in found.repo_digests or ())):
         raise ImageFailed(f"{reference} arrived as {found.id}", remedy="Do not use this registry.")
-    told = tag(images.contents(reference), entry.digest)
+    told = tag(images.contents(reference, ssh), entry.digest)
     if told != entry.tag:
         raise ImageFailed(
             f"{reference} holds what the tag {told} says, the lock says {entry.tag}",
