@@ -386,7 +386,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder that gets steps.jsonl")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
-    add("--lr", type=float, default=0.1)
+    add("--lr", type=float, default=0.4)
     number("--layers", default=4)
     number("--seq", default=4096, help="tokens of a sequence")
     number("--sequences", default=0, help="over all ranks; one a rank when not given")

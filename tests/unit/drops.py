@@ -75,6 +75,14 @@ def each(hosts: Iterable[str], gpus: int) -> list[tuple[str, int, int]]:
     return [(h, i, n * gpus + i) for n, h in enumerate(hosts) for i in range(gpus)]
 
 
+def trainer(rank: int, world: int, backend: str) -> str:
+    """What the megatron lane's program prints on a rank."""
+    return (
+        f"[megatron] v=1 host=vm pid={7000 + rank} rank={rank} local_rank={rank} world={world} "
+        f"backend={backend} dispatcher=alltoall"
+    )
+
+
 def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
     """What NCCL and the plugin print on an EFA rank."""
     texts = (
@@ -129,6 +137,9 @@ def log(name: str) -> list[str]:
             "[micro] v=1 host=vm pid=7000 rank=0 local_rank=0 world=1 backend=gloo torch=2.11.0",
         ],
         "v2-one": [armed("vm", 0, 0, 1), hook("vm", 0, 0, 1, gin="off")],
+        "train-gloo": [armed("vm", 0, 0, 1), trainer(0, 1, "gloo")],
+        "train-one": [armed("vm", 0, 0, 1), trainer(0, 1, "nccl")],
+        "train-nvlink": [*p2p, *arm2, trainer(0, 2, "nccl"), trainer(1, 2, "nccl")],
         "cpu": [armed("vm", 0, 0, 1), *VLLM],
         "published-2026-07-trtllm": [
             *shim,
@@ -165,9 +176,13 @@ SUBJECTS: Final = {
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
     "cpu-gloo": ("micro", "gloo", "cpu"),
     "v2-one": ("micro", "v2", "h200x1"),
+    "train-gloo": ("megatron", "alltoall", "cpu"),
+    "train-one": ("megatron", "alltoall", "h200x1"),
+    "train-nvlink": ("megatron", "alltoall", "h200x2"),
 }
 
-DRIVERS: Final = {"micro": "batch"}
+DRIVERS: Final = {"micro": "batch", "megatron": "batch"}
+ENGINES: Final = {"megatron": "megatron-core"}
 
 
 def lanes(root: Path) -> Path:
@@ -181,7 +196,7 @@ def lanes(root: Path) -> Path:
         text = {
             "name": lane,
             "title": lane,
-            "engine": "vllm",
+            "engine": ENGINES.get(lane, "vllm"),
             "stack": "2026-07",
             "model": {"source": "none/none", "served_name": "tiny"},
             "workload": {"cells": {"c4": {}}, "driver": DRIVERS.get(lane, "aiperf")},
@@ -275,6 +290,29 @@ def micro(folder: Path, world: int) -> Path:
     return folder
 
 
+def steps(world: int, arm: str = "alltoall") -> list[dict[str, Any]]:
+    """The records of a training program: a warm-up and three steps of the reference and the arm."""
+    losses = (6.2745, 6.2745, 6.0585, 5.9011)
+    figures = [{"step": n, "loss": x, "grad_norm": 1.6, "ms": 50.0} for n, x in enumerate(losses)]
+    first = {"v": 1, "kind": "step", "role": "reference", "dispatcher": "alltoall"}
+    second = {"v": 1, "kind": "step", "role": "arm", "dispatcher": arm}
+    return [
+        {"v": 1, "kind": "run", "world": world, "settings": {"steps": 3}},
+        *({**first, **each} for each in figures),
+        *({**second, **each} for each in figures),
+        {"v": 1, "kind": "bytes", "role": "arm", "tx_bytes": None},
+        {"v": 1, "kind": "done"},
+    ]
+
+
+def training(folder: Path, world: int) -> Path:
+    """What a cell of a training program leaves."""
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(line) + "\n" for line in steps(world))
+    (folder / "steps.jsonl").write_text(lines)
+    return folder
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change top-level fields of a JSON file; None removes one."""
     found = json.loads(path.read_text()) | changes
@@ -296,12 +334,14 @@ def drop(
     (root / "logs" / "here-server.log").write_text("\n".join(edit(log(name))) + "\n")
     batch = DRIVERS.get(lane) == "batch"
     ranks = spec.profile(profile).ranks
-    if batch:
+    if lane in ENGINES:
+        training(root / lane / "c4", ranks)
+    elif batch:
         micro(root / "micro" / "c4", ranks)
     else:
         aiperf(root / "aiperf" / "c4")
     load = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    cell = {"artifacts": "micro/c4"} if batch else load
+    cell = {"artifacts": f"{lane}/c4"} if batch else load
     full_plan: dict[str, Any] = {
         "contract": name,
         "contract_sha256": contract.digest(name),
@@ -309,7 +349,7 @@ def drop(
         "arm": arm,
         "profile": profile,
         "driver": DRIVERS.get(lane, "aiperf"),
-        "engine": "vllm",
+        "engine": ENGINES.get(lane, "vllm"),
         "ranks": ranks,
         "cells": {"c4": cell},
         "pins": {"vllm": "0.24.0", "aiperf": "0.10.0"},

@@ -185,6 +185,18 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("[micro]", "world=", "world=9"),
         change_one("[micro]", "gloo", "nccl"),
     ],
+    "megatron-gloo": [
+        drop_one("[megatron]"),
+        stranger("[megatron]"),
+        change_one("[megatron]", "world=", "world=9"),
+        change_one("[megatron]", "gloo", "nccl"),
+    ],
+    "megatron-nccl": [
+        drop_one("[megatron]"),
+        stranger("[megatron]"),
+        change_one("[megatron]", "world=", "world=9"),
+        change_one("[megatron]", "nccl", "gloo"),
+    ],
     "no-buffer": [
         add(drops.hook(HOST, 3, 3, 16)),
         late(drops.hook(HOST, 3, 3, 16, **{"class": "tensorrt_llm.deep_ep.Buffer"})),
