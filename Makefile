@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle plots help setup lanes reproduce lint test test-all bench report readme verify-logs triage redact clean
+.PHONY: bundle doctor plots help setup lanes reproduce lint test test-all bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
@@ -34,6 +34,12 @@ reproduce: setup ## Run one row again, by digest, and say how far it is from the
 	  $(call option,HOSTS,--hosts) $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,REGISTRY,--registry) $(call option,SERVER_PYTHON,--server-python) \
 	  $(call option,AIPERF_PYTHON,--aiperf-python) $(if $(PLAN),--plan)
+
+doctor: setup ## Is this machine fit? PROFILE= [HOSTS= LANE= ARM= PORTS= JSON=1 REAP=1 PIDS=]
+	@exec $(LANEKIT) doctor $(call option,PROFILE,--profile) $(call option,LANE,--lane) \
+	  $(call option,ARM,--arm) $(call option,HOSTS,--hosts) \
+	  $(call option,LAUNCHER,--launcher) $(call option,PORTS,--ports) $(call option,RESULTS,--results) \
+	  $(if $(JSON),--json) $(if $(REAP),--reap) $(call option,PIDS,--pids)
 
 bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
 	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }
@@ -92,7 +98,7 @@ test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)
 bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 GIB=4]
 	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(GIB),--gib $(GIB))
 
-readme: setup ## Renew the generated part of README.md
+readme: setup ## Renew the generated parts of READMEs
 	@$(LANEKIT) lanes --readme
 
 clean: ## Remove environments, models and caches (never a drop)

@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="judge a drop or a log, offline")
     _add_verify_arguments(verify)
     verify.set_defaults(command=_verify)
+    doctor = commands.add_parser("doctor", help="is this machine fit for a profile and a lane?")
+    _add_doctor_arguments(doctor)
+    doctor.set_defaults(command=_doctor)
     triage = commands.add_parser("triage", help="name the first rank that died, and why")
     _add_triage_arguments(triage)
     triage.set_defaults(command=_triage)
@@ -60,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_redact_arguments(redact)
     redact.set_defaults(command=_redact)
     lanes = commands.add_parser("lanes", help="list every lane and arm with where it runs")
-    lanes.add_argument("--readme", action="store_true", help="renew the matrix in README.md")
+    lanes.add_argument("--readme", action="store_true", help="renew the READMEs' generated parts")
     lanes.set_defaults(command=_lanes)
     image = commands.add_parser("image", help="build, push, pull or draw the images")
     _add_image_arguments(image)
@@ -131,6 +134,18 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_arguments(parser)
 
 
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    from lanekit import doctor  # noqa: PLC0415
+
+    doctor.add_arguments(parser)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from lanekit import doctor  # noqa: PLC0415
+
+    return doctor.run(args)
+
+
 def _add_triage_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drop", type=Path, help="a drop, or a log")
 
@@ -172,12 +187,11 @@ def _bundle(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from lanekit import machine, plan, planning  # noqa: PLC0415
 
-    here = machine.read()
-    made = planning.make(_options(args), here)
+    made = planning.make(_options(args), machine.read())
     if args.plan:
         print(plan.render(made))
         return 0
-    planning.require_machine(made, here)
+    planning.require_hosts(made)
     from lanekit import run  # noqa: PLC0415
     from lanekit.progress import Progress  # noqa: PLC0415
 
@@ -224,11 +238,11 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _lanes(args: argparse.Namespace) -> int:
-    from lanekit import drop, lanes, paths  # noqa: PLC0415
+    from lanekit import drop, lanes  # noqa: PLC0415
 
     if args.readme:
-        readme = paths.ROOT / "README.md"
-        drop.atomic(readme, lanes.with_matrix(readme.read_text()).encode())
+        for readme, generated in lanes.readmes().items():
+            drop.atomic(readme, lanes.renewed(readme.read_text(), generated).encode())
     else:
         print(lanes.text())
     return 0

@@ -174,8 +174,8 @@ def _short(entry: Entry) -> str:
     return f"{entry.state} since {entry.failing.since}" if entry.failing else entry.state
 
 
-def with_matrix(readme: str) -> str:
-    """A README with its generated part renewed.
+def renewed(readme: str, generated: str) -> str:
+    """A README with its generated part replaced.
 
     Raises:
         ConfigError: the markers are missing.
@@ -184,7 +184,14 @@ def with_matrix(readme: str) -> str:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ConfigError(
-            "README.md has lost the markers of its generated part",
+            "a README.md has lost the markers of its generated part",
             remedy=f"Put back the lines {BEGIN} and {END}.",
         )
-    return f"{head}{BEGIN}\n{markdown()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{generated}\n{END}{tail}"
+
+
+def readmes() -> dict[Path, str]:
+    """Every README with a generated part, and that part."""
+    from lanekit import doctor  # noqa: PLC0415
+
+    return {paths.ROOT / "README.md": markdown(), paths.PROFILES / "README.md": doctor.markdown()}

@@ -289,29 +289,22 @@ def _require_sound(options: Options) -> None:
         )
 
 
-def require_machine(plan: Plan, here: machine.Machine) -> None:
-    """Refuse to run a plan whose hosts are not known, or a fleet's plan on a machine that has not
-    its GPUs; a plan is printed anywhere.
+def require_hosts(plan: Plan) -> None:
+    """Refuse to run a plan whose hosts are not known or not in the launcher's reach; a plan is
+    printed anywhere. What the hosts must have is the doctor's to say.
 
     Raises:
-        ConfigError: no host named, or fewer GPUs here than the profile has on a host.
+        ConfigError: no host named, or one that the process launcher cannot start on.
     """
-    profile = spec.profile(plan.profile)
-    leader = plan.hosts[0]
-    if plan.launcher == "process" and (len(plan.hosts) > 1 or leader.ssh):
+    if plan.launcher == "process" and (len(plan.hosts) > 1 or plan.hosts[0].ssh):
         raise ConfigError(
             f"the process launcher starts on this machine alone, not on {hosts.said(plan.hosts)}",
             remedy="LAUNCHER=compose runs on one host or many, through SSH.",
         )
     if plan.launcher == "compose" and plan.hosts_why == hosts.UNNAMED:
         raise ConfigError(
-            f"profile {profile.name} has {profile.hosts} hosts and none is named",
+            f"profile {plan.profile} has {len(plan.hosts)} hosts and none is named",
             remedy="Say which: HOSTS=a,b or HOSTS=fleet.toml; PLAN=1 prints the plan.",
-        )
-    if not leader.ssh and len(here.gpus) < profile.gpus:
-        raise ConfigError(
-            f"profile {profile.name} needs {profile.gpus} GPUs a host; {len(here.gpus)} here",
-            remedy="PLAN=1 prints its plan; leave PROFILE= out to take what fits this machine.",
         )
 
 

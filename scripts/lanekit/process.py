@@ -185,10 +185,12 @@ def end_left(mark: str, processes: Iterable[Process], grace_s: float = GRACE_S) 
         LaneError: something would not die.
     """
     recorded = {process.pid for process in processes if process.pid > 1}
-    return _end(lambda: _left(f"{MARK}={mark}".encode(), recorded), grace_s)
+    return _end(lambda: left(mark, recorded), grace_s)
 
 
-def _left(mark: bytes, recorded: set[int]) -> list[psutil.Process]:
+def left(drop: str, recorded: set[int]) -> list[psutil.Process]:
+    """What is a run's: all that bears its mark, and the titled ones of its sessions (end_left)."""
+    mark = f"{MARK}={drop}".encode()
     environs = {each: _environ(each.pid) for each in _all()}
     marked = {each for each, environ in environs.items() if mark in environ}
     sessions = recorded | {_session(each.pid) for each in marked}
@@ -199,6 +201,37 @@ def _left(mark: bytes, recorded: set[int]) -> list[psutil.Process]:
     }
     return [each for each in environs if each in marked
             or (each in titled and _session(each.pid) in sessions)]  # fmt: skip
+
+
+def marks(pids: Iterable[int]) -> set[str]:
+    """The drops named by the marks of processes and of all that stand in their sessions."""
+    sessions = {_session(pid) for pid in pids}
+    found = {e for each in _all() if _session(each.pid) in sessions for e in _environ(each.pid)}
+    return {os.fsdecode(e.partition(b"=")[2]) for e in found if e.startswith(f"{MARK}=".encode())}
+
+
+def alive(process: Process) -> bool:
+    """Whether a process that was recorded is still the one that has its PID."""
+    with suppress(psutil.Error):
+        found = psutil.Process(process.pid)
+        began = abs(found.create_time() - process.started) < 0.1
+        return began and found.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def end_exactly(victims: Sequence[psutil.Process], grace_s: float = GRACE_S) -> list[int]:
+    """End these processes and no other; psutil compares PID and start before every signal.
+
+    Raises:
+        LaneError: one would not die.
+    """
+
+    def living() -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            return [v for v in victims if v.is_running() and v.status() != psutil.STATUS_ZOMBIE]
+        return []
+
+    return _end(living, grace_s)
 
 
 def _end(find: Callable[[], list[psutil.Process]], grace_s: float) -> list[int]:

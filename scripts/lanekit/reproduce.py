@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, options: planning.Options) -> int:
             for image in wanted([name.lane], made.profile):
                 _say([registry.pull(image, made.stack, args.registry, ssh=ssh)])
     made = planning.make(options, here)
-    planning.require_machine(made, here)
+    planning.require_hosts(made)
     from lanekit import run as runs  # noqa: PLC0415
     from lanekit.progress import Progress  # noqa: PLC0415
 

@@ -22,9 +22,9 @@ import requests
 from lanekit import (
     alone,
     compose,
+    doctor,
     envs,
     interrupt,
-    machine,
     model,
     patches,
     paths,
@@ -245,10 +245,13 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
     """
     wall = time.monotonic()
     with alone.holding(plan.drop, progress.say), interrupt.raising():
+        facts = doctor.require(plan, progress.say)
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)
         try:
+            for name, found in facts.items():
+                drop.write(f"host/{name}.json", msgspec.json.format(msgspec.json.encode(found)))
             _prepare(run)
             with run.scratch():
                 _script(plan.lane).measure(run)
@@ -262,7 +265,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
 
 
 def _prepare(run: Run) -> None:
-    """Environments, model and the facts of this host."""
+    """Environments and model."""
     plan, drop, say = run.plan, run.drop, run.progress.say
     drop.state("installing")
     begin = time.monotonic()
@@ -281,8 +284,6 @@ def _prepare(run: Run) -> None:
     for series in plan.patches:
         _require_patched(series, plan.environments["server"].python)
     drop.timing("install", time.monotonic() - begin)
-    here = machine.read()
-    drop.write(f"host/{plan.hosts[0].name}.json", msgspec.json.format(msgspec.json.encode(here)))
 
 
 def _require_program(path: str) -> None:

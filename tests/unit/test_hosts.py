@@ -217,11 +217,11 @@ def test_a_fleet_is_planned_without_hosts_or_an_engine_and_not_run(
     found = made(bare, "micro", profile="cpu-x2")
     assert "host-2" in plan.render(found)
     with pytest.raises(ConfigError, match="2 hosts and none is named") as caught:
-        planning.require_machine(found, bare)
+        planning.require_hosts(found)
     assert "HOSTS=" in caught.value.remedy
 
 
 def test_the_process_launcher_starts_here_alone(bare: machine.Machine, checkout: Path) -> None:
     found = made(bare, "vllm", profile="cpu", hosts="b", launcher="process")
     with pytest.raises(ConfigError, match="on this machine alone, not on b"):
-        planning.require_machine(found, bare)
+        planning.require_hosts(found)

@@ -1,7 +1,5 @@
 """Which profile fits a machine, and that facts are read, never invented."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -45,19 +43,21 @@ def test_the_best_profile_and_why(
 
 
 def test_gpus_as_nvidia_smi_prints_them() -> None:
-    text = "NVIDIA H200, 143771, 580.159.03\nNVIDIA H200, 143771, 580.159.03\nNo devices\n"
+    text = "NVIDIA H200, 143771, 580.159.03\nNVIDIA H200, 143771, 580.159.03\n"
     assert machine.parse_gpus(text) == gpus(2)
-    assert machine.parse_gpus("") == ()
-    assert machine.parse_pids("123\n\n[N/A]\n456") == (123, 456)
+    assert machine.parse_gpus("") == machine.parse_gpus("No devices were found") == ()
 
 
-def test_only_amazon_devices_are_efa(tmp_path: Path) -> None:
-    for name, vendor in (("rdmap1s0", "0x1d0f"), ("mlx5_0", "0x15b3"), ("bare", "")):
-        (tmp_path / name / "device").mkdir(parents=True)
-        if vendor:
-            (tmp_path / name / "device" / "vendor").write_text(f"{vendor}\n")
-    assert machine.efa_nics(tmp_path) == ("rdmap1s0",)
-    assert machine.efa_nics(tmp_path / "none") == ()
+@pytest.mark.parametrize("text", ["Failed to initialize NVML", "NVIDIA H200, 143771", "a\nb"])
+def test_what_is_no_list_of_gpus_is_not_read_as_none(text: str) -> None:
+    with pytest.raises(ValueError, match=text.splitlines()[0]):
+        machine.parse_gpus(text)
+
+
+def test_only_amazon_devices_are_efa() -> None:
+    text = "rdmap1s0 0x1d0f 4: ACTIVE\nmlx5_0 0x15b3 4: ACTIVE\nbare - \n"
+    assert [nic.name for nic in machine.efa(machine.parse_nics(text))] == ["rdmap1s0"]
+    assert machine.parse_nics("") == ()
 
 
 def test_this_machine_can_be_read() -> None:

@@ -106,12 +106,8 @@ def test_a_path_with_a_space_stays_one_word(bare: machine.Machine, tmp_path: Pat
     assert str(folder) in made.services[0].command
 
 
-def test_a_fleet_is_planned_anywhere_and_run_only_where_its_gpus_are(bare: machine.Machine) -> None:
-    made = make(bare, profile="h200x2")
-    with pytest.raises(ConfigError, match="needs 2 GPUs a host; 0 here") as caught:
-        planning.require_machine(made, bare)
-    assert "PLAN=1" in caught.value.remedy
-    planning.require_machine(make(bare), bare)
+def test_a_fleet_is_planned_anywhere(bare: machine.Machine) -> None:
+    assert make(bare, profile="h200x2").ranks == 2
 
 
 @pytest.mark.parametrize(
