@@ -8,12 +8,26 @@ from typing import Any, Final
 
 import msgspec
 
-from lanekit import contract, judge, logs, micro, records, row, spec, toml, training, witness
+from lanekit import (
+    contract,
+    judge,
+    logs,
+    micro,
+    reading,
+    records,
+    row,
+    spec,
+    toml,
+    training,
+    witness,
+)
 from lanekit import drop as drops
+from lanekit import load as loading
 from lanekit.contract import Contract
 from lanekit.drop import MANIFEST
 from lanekit.errors import ConfigError, Unreadable
-from lanekit.judge import Facts, Load
+from lanekit.judge import Facts
+from lanekit.load import Load
 from lanekit.manifest import Manifest
 from lanekit.verdict import CellRow, Check, Place, Verdict, decide
 
@@ -21,8 +35,9 @@ WAIVERS: Final = "waivers.toml"
 # The only files of our drop that its manifest cannot name. A waiver may be written later: it is
 # always shown.
 UNLISTED: Final = (MANIFEST, drops.VERDICT, WAIVERS)
-HOST_LIMIT: Final = 16 << 20
-WAIVERS_LIMIT: Final = 1 << 20
+# tomllib takes room by the square of a dotted key's length: 200 kB of `a.a.a` did not end below
+# 20 GB (2026-11-30); 8 KiB take 70 MB.
+WAIVERS_LIMIT: Final = 8 << 10
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
 
@@ -80,10 +95,10 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         engine_version=_version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
     )
-    checks += judge.load(loads, unplanned)
+    checks += loading.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
     checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
-    return judged(subject, facts, loads, checks)
+    return judged(subject, facts, loads, checks, run=row.clock(manifest))
 
 
 def _contract_said(drop: Path, manifest: Manifest) -> tuple[str, ...]:
@@ -227,6 +242,7 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
                 cell=records.read(folder) if folder else None,
                 concurrency=_int(_at(cell, "concurrency")),
                 requests=_int(_at(cell, "requests")),
+                isl=_int(_at(cell, "isl")),
                 osl=_int(_at(cell, "osl")),
                 version=_text(_at(plan, "pins", "aiperf")),
                 model=_text(_at(plan, "model", "served_name")),
@@ -245,13 +261,8 @@ def _hosts(drop: Path, files: Sequence[Path]) -> dict[str, Any]:
     found = {}
     for path in files:
         if path.parent == drop / "host" and path.suffix == ".json":
-            with contextlib.suppress(
-                OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError
-            ):
-                small = path.stat().st_size <= HOST_LIMIT
-                content = msgspec.json.decode(path.read_bytes()) if small else None
-                if isinstance(content, dict):
-                    found[path.stem] = content
+            with contextlib.suppress(Unreadable):
+                found[path.stem] = reading.decoded(reading.small(path), dict[str, Any], path.name)
     return found
 
 
@@ -265,7 +276,7 @@ def foreign(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) 
     subject = _inferred(drop, files, given)
     loads = _own_loads(drop) if drop.is_dir() else []
     facts = Facts(profile=spec.profile(subject.profile), requests=_total(loads))
-    checks = judge.load(loads, ()) if drop.is_dir() else []
+    checks = loading.load(loads, ()) if drop.is_dir() else []
     return judged(subject, facts, loads, checks)
 
 
@@ -322,6 +333,7 @@ def _own_loads(drop: Path) -> list[Load]:
                 cell=cell,
                 concurrency=cell.concurrency,
                 requests=cell.asked,
+                isl=cell.isl_asked,
                 osl=cell.osl_asked,
                 version=cell.version,
                 model=cell.model,
@@ -331,16 +343,21 @@ def _own_loads(drop: Path) -> list[Load]:
 
 
 def judged(
-    subject: Subject, facts: Facts, loads: Sequence[Load], checks: Sequence[Check]
+    subject: Subject,
+    facts: Facts,
+    loads: Sequence[Load],
+    checks: Sequence[Check],
+    *,
+    run: loading.Run | None = None,
 ) -> Verdict:
-    """Read the logs, judge them by the subject's contract, and decide."""
+    """Read the logs, judge them by the subject's contract, and decide. run: the times of ours."""
     found = contract.load(subject.contract)
     _fits(found, facts.profile)
     rules = contract.bound(found, served=facts.requests is not None and not facts.batch)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
-    checks += [judge.same_run(loads, evidence, whole=subject.ours)] if loads and serve else []
+    checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
     checks, waived = _waived(subject, [_short(check) for check in checks])
     result, reason = decide(checks)
     if not serve and result == "no verdict":
@@ -397,11 +414,9 @@ def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], lis
     path = subject.root / WAIVERS
     if path not in subject.files:
         return list(checks), []
-    if path.stat().st_size > WAIVERS_LIMIT:
-        raise Unreadable(f"{path}: larger than {WAIVERS_LIMIT} bytes", remedy="Shorten it.")
     known = [check.id for check in checks if check.group != "drop"]
     reasons: dict[str, str] = {}
-    for waiver in toml.load(path, _Waivers).waiver:
+    for waiver in toml.decode(reading.small(path, WAIVERS_LIMIT), _Waivers, where=str(path)).waiver:
         if waiver.check not in known or not waiver.reason.strip() or not waiver.by.strip():
             raise ConfigError(
                 f"{path}: no check '{waiver.check}' that can be waived, or no reason or name given",

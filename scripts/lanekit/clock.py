@@ -1,7 +1,7 @@
 """When a log was written: the first and last time that its lines state. Pure.
 
-Engines print local time without a zone, vLLM even without a year, so a time is compared with
-AIPerf's local clock, and with it as UTC: a container's clock usually is.
+Engines print local time without a zone, vLLM even without a year, so a log's time is taken as
+AIPerf's local time, and as UTC: a container's clock usually is.
 """
 
 import datetime
@@ -14,6 +14,7 @@ import msgspec
 Moment = datetime.datetime
 
 SLACK: Final = datetime.timedelta(seconds=60)  # vLLM prints statistics every 10 s, SGLang oftener
+DAY: Final = datetime.timedelta(days=1)
 _FORMS: Final = (
     re.compile(rb"(?P<y>20\d\d)-(?P<m>\d\d)-(?P<d>\d\d)[T ](?P<t>\d\d:\d\d:\d\d)"),
     re.compile(rb"\[(?P<m>\d\d)/(?P<d>\d\d)/(?P<y>20\d\d)-(?P<t>\d\d:\d\d:\d\d)\]"),  # TensorRT-LLM
@@ -54,22 +55,30 @@ def _moment(year: int, parts: dict[str, str]) -> Moment | None:
         return None
 
 
-def outside(load: Window, logs: Sequence[Window], zone: datetime.timedelta) -> str:
-    """Why a load point cannot have been served by whoever wrote the logs, or empty.
+def outside(
+    load: Window, logs: Sequence[Window], zone: datetime.timedelta, run: Window | None
+) -> Iterator[str]:
+    """Why a load point cannot have been served by whoever wrote the logs; nothing where it can.
 
-    zone: AIPerf's offset from UTC; its clock is tried as it is and as UTC. A log whose end states
-    no time (request lines carry none) is not held to its end.
+    load, run: UTC. zone: the offset of local time; the logs' clock is tried as UTC and as local.
+    A log whose end states no time (request lines carry none) is not held to its end. A stranger's
+    (run: None) may be an excerpt and is held to a day; one of ours lies within its run.
     """
     first = min(x.first for x in logs)
-    lasts = [x.last for x in logs if x.last is not None]
+    lasts = [x.last if run else x.first + DAY for x in logs if x.last is not None]
     last = max(lasts) if len(lasts) == len(logs) else None
     for shift in (datetime.timedelta(0), zone):
-        start, end = load.first - shift, (load.last or load.first) - shift
-        if first - SLACK <= start and (last is None or end <= last + SLACK):
-            return ""
-    return f"ran {_shown(load)}, the log spans {_shown(Window(first, last))}"
+        begin, end = first - shift, last - shift if last is not None else None
+        serves = begin <= load.first + SLACK and (end is None or (load.last or end) <= end + SLACK)
+        within = run is None or (
+            run.first - SLACK <= begin and (run.last is None or (end or begin) <= run.last + SLACK)
+        )
+        if serves and within:
+            return
+    yield f"ran {shown(load)} UTC, the log spans {shown(Window(first, last))}"
 
 
-def _shown(found: Window) -> str:
+def shown(found: Window) -> str:
+    """A window for people."""
     end = f"{found.last:%m-%d %H:%M:%S}" if found.last else "an unknown time"
     return f"{found.first:%m-%d %H:%M:%S} to {end}"

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from lanekit import paths, records
+from lanekit import paths, reading
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
 from lanekit.plan import Plan, inherited, is_secret, public
@@ -22,7 +22,6 @@ VERDICT: Final = "verdict.json"
 RESERVE: Final = ".reserve"  # given back when the disk is full, so that the end can be recorded
 ENDS: Final = ("complete", "failed", "interrupted")
 ROOM: Final = 128 * 1024
-LIMIT: Final = 16 << 20  # bytes of a manifest; a real one is about 20 KiB
 SCRATCH: Final = "lane-"  # how a run's scratch folder begins
 
 
@@ -119,13 +118,7 @@ def read(path: Path) -> Manifest:
             schema of another time, or names a file outside the drop.
     """
     where = path / MANIFEST
-    try:
-        records.regular(where)
-        if where.stat().st_size > LIMIT:
-            raise Unreadable(f"{where}: larger than {LIMIT >> 20} MiB", remedy="Not ours.")
-        manifest = msgspec.json.decode(where.read_bytes(), type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
-        raise Unreadable(f"{where}: {error}", remedy="Restore the manifest.") from error
+    manifest = reading.decoded(reading.small(where), Manifest, str(where))
     if manifest.schema != SCHEMA:
         raise Unreadable(
             f"{where}: schema {manifest.schema}, this harness reads {SCHEMA}",

@@ -3,22 +3,16 @@
 A judge never reads a file and never prints. Evidence is distinct ranks, not lines.
 """
 
-import contextlib
 import dataclasses
-import datetime
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from lanekit import clock, ranks, records, scan
+from lanekit import ranks, scan
 from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
-
-OSL_TOLERANCE: Final = (
-    0.05  # AIPerf 0.3 gave 300 tokens where 1023 were asked (ai-dynamo/aiperf#339)
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +70,6 @@ class Facts:
         }  # fmt: skip
         found = known[wanted[1:]]
         return None if found is None else str(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """A planned load point beside what AIPerf left of it. folder: in the drop."""
-
-    name: str
-    folder: str
-    cell: records.Cell | None
-    concurrency: int | None
-    requests: int | None
-    osl: float | None
-    version: str | None
-    model: str | None
 
 
 def transport(rules: Iterable[Bound], logs: Logs, facts: Facts) -> list[Check]:
@@ -287,225 +267,3 @@ def _span(lines: Sequence[Line]) -> tuple[Place | None, Place | None]:
     first = min((x.first for x in lines), key=lambda p: (p.file, p.line))
     last = max((x.last for x in lines), key=lambda p: (p.file, p.line))
     return first, last
-
-
-def same_run(loads: Sequence[Load], logs: Logs, *, whole: bool) -> Check:
-    """The logs were written while the load points ran. A stranger's excerpt may end early, so only
-    a whole log (`whole`) must reach to the end. Noted where no clock can be compared."""
-    outcome: Outcome = "unchecked"
-    said = []
-    for x in loads:
-        if x.cell is None or x.cell.start is None or x.cell.end is None:
-            continue
-        start, end = x.cell.start, x.cell.end
-        windows = [w for ends in logs.ends if (w := clock.window(*ends, near=start)) is not None]
-        if not windows:
-            break
-        if not whole:
-            windows.append(clock.Window(windows[0].first, windows[0].first + _DAY))
-        zone = _zone(x.cell)
-        why = clock.outside(clock.Window(start, end), windows, zone)
-        said += [f"{x.name}: {why}"] if why else []
-        outcome = "failed" if said else "met"
-    return Check(
-        id="same-run",
-        group="load",
-        severity="required" if outcome == "failed" else "noted",
-        outcome=outcome,
-        why="the log was written while the load points ran",
-        expected="every load point inside the log's times",
-        actual="; ".join(said) or ("inside" if outcome == "met" else "no clocks to compare"),
-        remedy="This log is of another run." if said else "",
-    )
-
-
-_DAY: Final = datetime.timedelta(days=1)
-
-
-def _zone(cell: records.Cell) -> datetime.timedelta:
-    """AIPerf's offset from UTC, to a quarter of an hour, from its local and its epoch clock."""
-    if cell.start is None or cell.records is None or cell.records.window is None:
-        return datetime.timedelta(0)
-    with contextlib.suppress(ValueError, OverflowError, OSError):  # records may say any number
-        utc = datetime.datetime.fromtimestamp(cell.records.window[0], datetime.UTC)
-        quarters = round((cell.start - utc.replace(tzinfo=None)).total_seconds() / 900)
-        if abs(quarters) <= 64:
-            return datetime.timedelta(minutes=15 * quarters)
-    return datetime.timedelta(0)
-
-
-def load(loads: Sequence[Load], unplanned: Sequence[str]) -> list[Check]:
-    """The checks of AIPerf's files, each over all load points."""
-    names = ", ".join(x.name for x in loads) or "at least one load point"
-    absent = [x.name for x in loads if x.cell is None]
-    there = [x for x in loads if x.cell is not None]
-    seen = ", ".join(x.name for x in there) or "none"
-    outcome = _present(loads, there, unplanned)
-    present = Check(
-        id="cells",
-        group="load",
-        severity="required",
-        outcome=outcome,
-        why="every planned load point was run, and no other",
-        expected=names,
-        actual=seen + (f"; not planned: {', '.join(unplanned)}" if unplanned else ""),
-        missing=tuple(absent),
-        remedy="" if outcome == "met" else "Run what is missing, or judge what was planned.",
-    )
-    return [present, *(_over_cells(there, asked) for asked in _LOAD_CHECKS)]
-
-
-def _present(loads: Sequence[Load], there: Sequence[Load], unplanned: Sequence[str]) -> Outcome:
-    if unplanned or 0 < len(there) < len(loads):
-        return "failed"
-    return "met" if loads and there else "unchecked"
-
-
-Answer = tuple[Outcome, str]
-
-
-def _over_cells(loads: Sequence[Load], asked: "_LoadCheck") -> Check:
-    answers = [(x, *asked.ask(x, x.cell)) for x in loads if x.cell is not None]
-    place, outcome, shown = None, answers[0][1] if answers else "unchecked", answers
-    for worst in ("failed", "unchecked"):
-        bad = [answer for answer in answers if answer[1] == worst]
-        if bad:
-            place, outcome, shown = (
-                Place(f"{bad[0][0].folder}/{records.SUMMARY}", 0),
-                bad[0][1],
-                bad,
-            )
-            break
-    return Check(
-        id=asked.id,
-        group="load",
-        severity="required",
-        outcome=outcome,
-        why=asked.why,
-        expected=asked.expected,
-        actual="; ".join(f"{x.name}: {said}" for x, _, said in shown) or "no load point to check",
-        first=place,
-        last=place,
-        remedy="" if outcome == "met" else asked.remedy,
-    )
-
-
-def _ask_count(x: Load, cell: records.Cell) -> Answer:
-    done, kept = cell.summary.requests, cell.records
-    if x.requests is None or done is None:
-        return "unchecked", "the planned or the completed number is absent"
-    said = f"{x.requests} planned, {done} completed"
-    if kept is None:
-        return ("met" if done == x.requests else "failed"), f"{said}, no records"
-    total = (kept.figures.requests or 0) + (kept.figures.errors or 0)
-    said += f", {total} records"
-    if kept.duplicates:
-        return "failed", f"{said}, {kept.duplicates} of them seen before"
-    if x.requests == done == total and kept.unnamed:
-        return "unchecked", f"{said}, {kept.unnamed} of them without a request id"
-    return ("met" if x.requests == done == total else "failed"), said
-
-
-def _ask_errors(_x: Load, cell: records.Cell) -> Answer:
-    said, kept, kinds = cell.summary.errors, cell.records, cell.error_kinds
-    if said is None or kinds is None:
-        return "unchecked", "error_summary is absent"
-    failed = max(said, kept.figures.errors or 0) if kept else said
-    return ("failed" if failed or kinds else "met"), f"{max(failed, kinds)} errors"
-
-
-def _ask_cancelled(_x: Load, cell: records.Cell) -> Answer:
-    if cell.cancelled is None:
-        return "unchecked", "was_cancelled is absent"
-    return ("failed", "cancelled") if cell.cancelled else ("met", "ran to its end")
-
-
-def _ask_osl(x: Load, cell: records.Cell) -> Answer:
-    kept = cell.records
-    osl, source = (kept.osl, "records") if kept else (cell.osl, "summary")
-    if osl is None or not x.osl:
-        return "unchecked", "the planned or the measured length is absent"
-    met = abs(osl - x.osl) <= OSL_TOLERANCE * x.osl
-    return ("met" if met else "failed"), f"{osl:.1f} of {x.osl:.0f} tokens ({source})"
-
-
-def _ask_plan(x: Load, cell: records.Cell) -> Answer:
-    pairs = (
-        ("AIPerf", x.version, cell.version),
-        ("model", x.model, cell.model),
-        ("concurrency", x.concurrency, cell.concurrency),
-        ("requests", x.requests, cell.asked),
-        ("osl", x.osl, cell.osl_asked),
-    )
-    known = [pair for pair in pairs if None not in pair[1:]]
-    absent = [n for n, want, got in pairs if want is None or got is None]
-    wrong = [f"{n} {got}, planned {want}" for n, want, got in known if want != got]
-    if wrong:
-        return "failed", ", ".join(wrong)
-    if absent:
-        return "unchecked", f"{', '.join(absent)} absent"
-    return "met", f"AIPerf {x.version}, concurrency {x.concurrency}"
-
-
-def _ask_records(_x: Load, cell: records.Cell) -> Answer:
-    if cell.records is None:
-        return "unchecked", f"no {records.RECORDS}: every figure is from the summary only"
-    if cell.records.faults:
-        return "failed", cell.records.faults[0]
-    wrong = records.disagreements(cell)
-    return ("failed", "; ".join(wrong)) if wrong else ("met", "agree")
-
-
-@dataclasses.dataclass(frozen=True)
-class _LoadCheck:
-    id: str
-    why: str
-    expected: str
-    remedy: str
-    ask: Callable[[Load, records.Cell], Answer]
-
-
-_LOAD_CHECKS: Final = (
-    _LoadCheck(
-        "requests",
-        "every planned request completed and has its own record",
-        "planned = completed = records",
-        "Look at AIPerf's log; run the load point again.",
-        _ask_count,
-    ),
-    _LoadCheck(
-        "errors",
-        "no request failed (AIPerf exits 0 with failed requests)",
-        "error_summary empty, no errors",
-        "Look at error_summary and at the server's log.",
-        _ask_errors,
-    ),
-    _LoadCheck(
-        "cancelled",
-        "the load point ran to its end",
-        "was_cancelled false",
-        "Give the load point more time and run it again.",
-        _ask_cancelled,
-    ),
-    _LoadCheck(
-        "output-length",
-        "answers were as long as asked",
-        f"within {OSL_TOLERANCE:.0%} of the plan",
-        "Set ignore_eos and check the tokenizer.",
-        _ask_osl,
-    ),
-    _LoadCheck(
-        "as-planned",
-        "AIPerf ran as planned",
-        "version, model, concurrency, requests and output length as planned",
-        "Run it with the planned flags.",
-        _ask_plan,
-    ),
-    _LoadCheck(
-        "records",
-        "the figures follow from the raw records",
-        "summary = records within 0.5 %",
-        "Keep profile_export.jsonl beside the summary, and edit neither.",
-        _ask_records,
-    ),
-)

@@ -3,10 +3,13 @@
 Pure. A contradiction refutes; a row that no lane file knows cannot be checked, so it is no proof.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import datetime
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from lanekit import spec
+from lanekit import load, spec
+from lanekit.clock import Window
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
 from lanekit.verdict import Check
@@ -50,6 +53,22 @@ def check(manifest: Manifest, known: spec.Lane | None) -> Check:
     )
 
 
+def clock(manifest: Manifest) -> load.Run | None:
+    """What a manifest says of time; None where it does not, which `check` refutes."""
+    moments = [_utc(text) for text in (manifest.started, manifest.ended)]
+    if moments[0] is None or moments[1] is None:
+        return None
+    return load.Run(Window(moments[0], moments[1]), manifest.timings)
+
+
+def _utc(text: str | None) -> datetime.datetime | None:
+    with contextlib.suppress(ValueError, OverflowError):
+        found = datetime.datetime.fromisoformat(text or "")
+        if found.tzinfo is not None:
+            return found.astimezone(datetime.UTC).replace(tzinfo=None)
+    return None
+
+
 def cells(row: Row, plan: Mapping[str, Any]) -> list[str]:
     """What is wrong with the planned cells: none at all, or others than the row's."""
     planned = plan.get("cells")
@@ -64,8 +83,21 @@ def _against_itself(manifest: Manifest) -> list[str]:
     pairs = [(name, plan.get(name), getattr(row, name)) for name in SAME]
     wrong = [f"{n} {_shown(said)} planned, {want} in the row" for n, said, want in pairs
              if said != want]  # fmt: skip
-    wrong += cells(row, plan)
-    return wrong if manifest.ended else [*wrong, "complete, but it never ended"]
+    return [*wrong, *cells(row, plan), *_times(manifest)]
+
+
+def _times(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the times of a complete run."""
+    run = clock(manifest)
+    if run is None or run.window.last is None:
+        yield "complete, but it does not say when it began and ended"
+        return
+    lasted = (run.window.last - run.window.first).total_seconds()
+    spent = [run.spent.get(f"cell {name}", 0.0) for name in manifest.row.cells]
+    if min(spent, default=0) <= 0:
+        yield "a cell whose time was not taken"
+    if lasted + 1 < sum(spent):
+        yield f"cells of {sum(spent):.0f} s in a run of {lasted:.0f} s"
 
 
 def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:

@@ -32,7 +32,7 @@ def decode(text: bytes, kind: type[T], *, where: str) -> T:
         return msgspec.toml.decode(text, type=kind)
     except msgspec.ValidationError as error:
         raise _explained(error, kind, where) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: not TOML: {error}", remedy="Fix the syntax there.") from error
 
 

@@ -49,6 +49,7 @@ class CellRow(msgspec.Struct, frozen=True):
     errors: int | None
     tok_s: float | None
     tok_s_user: float | None
+    ttft_avg_ms: float | None
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     itl_p50_ms: float | None

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +205,7 @@ def test_the_log_of_another_run_refutes(
     tmp_path: Path, shift: datetime.timedelta, result: str
 ) -> None:
     start = datetime.datetime(2026, 11, 30, 11, 10) + shift
-    end = start + datetime.timedelta(minutes=1)
+    end = start + datetime.timedelta(seconds=3.82)
     times = {"start_time": start.isoformat(), "end_time": end.isoformat()}
     moved = records(lambda _: [drops.record(n, start=drops.START + shift.total_seconds())
                                for n in range(8)])  # fmt: skip
@@ -220,21 +221,90 @@ def test_the_log_of_another_run_refutes(
 
 
 def test_a_log_in_utc_fits_an_aiperf_in_another_zone(tmp_path: Path) -> None:
-    times = {"start_time": "2026-11-30T06:10:00", "end_time": "2026-11-30T06:11:00"}
+    times = {"start_time": "2026-11-30T06:10:00", "end_time": "2026-11-30T06:10:03.82"}
     assert with_cell(tmp_path, summary(**times)).result == "proven"
 
 
-def test_without_a_clock_it_is_noted(tmp_path: Path) -> None:
-    found = with_cell(tmp_path, summary(start_time=None, end_time=None))
-    assert found.result == "proven"
-    assert (check(found, "same-run").outcome, check(found, "same-run").severity) == (
-        "unchecked", "noted",
-    )  # fmt: skip
+TIMELESS = lambda x: [re.sub(r"\d\d-\d\d \d\d:\d\d:\d\d ", "", y) for y in x]  # noqa: E731
 
 
-def test_records_of_an_absurd_time_are_judged(tmp_path: Path) -> None:
-    moved = records(lambda _: [drops.record(n, start=1e12) for n in range(8)])
-    assert with_cell(tmp_path, moved).result == "proven"
+@pytest.mark.parametrize(
+    ("change", "edit"),
+    [
+        (summary(start_time=None), list),
+        (summary(end_time=None), list),
+        (summary(start_time="0001-01-01T00:00:00"), list),
+        (records(lambda _: []), list),
+        (lambda folder: (folder / RECORDS).unlink(), list),
+        (lambda _: None, TIMELESS),
+    ],
+)
+def test_a_clock_that_is_not_there_is_no_pass(
+    tmp_path: Path, change: Callable[[Path], object], edit: drops.Edit
+) -> None:
+    root = drops.drop(tmp_path / "d", "cpu", edit)
+    change(root / "aiperf" / "c4")
+    found = verify(drops.seal(root))
+    assert (found.result != "proven", check(found, "same-run").outcome) == (True, "unchecked")
+
+
+def shifted(**by: float) -> Callable[[Path], None]:
+    """Every record later, the summary as it was."""
+    more = datetime.timedelta(**by).total_seconds()
+    return records(lambda _: [drops.record(n, start=drops.START + more) for n in range(8)])
+
+
+HOURS = "its summary's start 11-30 11:10:00 is 12-01 09:10:00 in its records"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (shifted(days=40), "its summary's start"),
+        (shifted(hours=22), HOURS),
+        (shifted(hours=1), "ran 11-30 12:10:00 to 11-30 12:10:03, the run 11-30 11:00:00"),
+        (shifted(hours=-1), "ran 11-30 10:10:00"),
+        (shifted(seconds=5), "its summary's start"),
+        (summary(end_time="2026-11-30T11:10:09"), "its summary's end"),
+    ],
+)
+def test_records_of_another_time_than_their_summary_s_or_the_run_s_refute(
+    tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    found = check(with_cell(tmp_path, change), "same-run")
+    assert (found.outcome, said in found.actual) == ("failed", True), found.actual
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"started": "2026-11-30T11:10:03+00:00"}, "c4: ran"),
+        ({"ended": "2026-11-30T11:10:01+00:00"}, "c4: ran"),
+        ({"started": "2026-10-21T11:00:00+00:00", "ended": "2026-10-21T11:13:00+00:00"}, "c4: ran"),
+        ({"timings": {"cell c4": 1.0}}, "took 4 s, its cell 1 s"),
+        ({"started": "2026-11-30T11:05:00+00:00"}, "the log spans 11-30 11:00:00"),
+        ({"ended": "2026-11-30T11:10:50+00:00"}, "the log spans 11-30 11:00:00"),
+    ],
+)
+def test_a_run_whose_times_do_not_hold_its_load_points_or_its_log_refutes(
+    tmp_path: Path, other: dict[str, Any], said: str
+) -> None:
+    found = check(verify(drops.drop(tmp_path / "d", **other)), "same-run")
+    assert (found.outcome, said in found.actual) == ("failed", True), found.actual
+
+
+def test_a_load_point_that_began_before_the_one_before_it_ended_refutes(tmp_path: Path) -> None:
+    """A cell that is a copy of another under other request ids."""
+    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
+    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c5": cell}})
+    drops.aiperf(root / "aiperf" / "c5")
+    found = check(verify(drops.seal(root)), "same-run")
+    assert "c5: began at 11:10:00, before the one planned before it was over" in found.actual
+
+
+def test_records_of_a_time_no_clock_shows_are_faults(tmp_path: Path) -> None:
+    moved = records(lambda _: [drops.record(n, start=1e10) for n in range(8)])
+    assert "no clock shows" in check(with_cell(tmp_path, moved), "records").actual
 
 
 def test_a_log_that_ends_in_request_lines_is_not_held_to_its_end(tmp_path: Path) -> None:
@@ -414,3 +484,10 @@ def test_everything_waived_proves_nothing(tmp_path: Path) -> None:
     (drop / "waivers.toml").write_text("".join(lines))
     found = verify(drop)
     assert (found.result, found.reason) == ("no verdict", "no evidence")
+
+
+def test_fewer_requests_at_once_than_planned_refute(tmp_path: Path) -> None:
+    """One after another, whatever the configuration says."""
+    slow = records(lambda _: [drops.record(n, start=drops.START + n) for n in range(8)])
+    found = check(with_cell(tmp_path, slow), "records")
+    assert (found.outcome, found.actual) == ("failed", "c4: 2 requests at once, not 4")

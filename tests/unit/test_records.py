@@ -1,12 +1,14 @@
 """Figures recomputed from AIPerf's records: what a busy machine does, and what is forged."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from drops import record
 
 from lanekit import records
+from lanekit.errors import Unreadable
 
 
 def written(folder: Path, *found: dict[str, object]) -> records.Cell:
@@ -44,6 +46,7 @@ def test_a_latency_that_its_own_clock_contradicts_is_a_fault(tmp_path: Path, gap
 def test_a_request_whose_tokens_all_came_at_once_has_no_rate_of_its_own(tmp_path: Path) -> None:
     burst = record(1)
     burst["metrics"]["time_to_first_token"]["value"] = burst["metrics"]["request_latency"]["value"]
+    del burst["metrics"]["inter_chunk_latency"]
     cell = written(tmp_path / "c4", record(0), burst)
     assert cell.figures.requests == 2
     assert cell.figures.tok_s_user == pytest.approx(100.0)
@@ -70,3 +73,94 @@ def test_a_year_that_no_arithmetic_can_shift_is_no_time(tmp_path: Path, year: st
     text = json.dumps({"end_time": f"{year}-01-01T00:00:00+05:00"})
     (tmp_path / "c4" / "profile_export_aiperf.json").write_text(text)
     assert records.read(tmp_path / "c4").end is None
+
+
+def test_chunks_that_do_not_add_up_to_the_latency_are_a_fault(tmp_path: Path) -> None:
+    one = record(0)
+    one["metrics"]["inter_chunk_latency"]["value"][5] += 1.0
+    cell = written(tmp_path / "c4", one)
+    assert cell.records is not None
+    assert "chunks do not add up" in cell.records.faults[0]
+
+
+@pytest.mark.parametrize("length", [0, 0.5, -3])
+def test_an_answer_of_less_than_a_token_is_a_fault(tmp_path: Path, length: float) -> None:
+    one = record(0)
+    one["metrics"]["output_sequence_length"]["value"] = length
+    cell = written(tmp_path / "c4", one)
+    assert cell.records is not None
+    assert len(cell.records.faults) == 1
+
+
+def test_copies_under_other_ids_are_duplicates(tmp_path: Path) -> None:
+    copies = [record(0) for _ in range(5)]
+    for number, copy in enumerate(copies):
+        copy["metadata"]["x_request_id"] = str(number)
+    cell = written(tmp_path / "c4", *copies)
+    assert cell.records is not None
+    assert cell.records.duplicates == 4
+
+
+@pytest.mark.parametrize(
+    ("spans", "most"),
+    [
+        ([], 0),
+        ([(0, 1)], 1),
+        ([(0, 1), (1, 2)], 1),
+        ([(0, 2), (1, 3)], 2),
+        ([(0, 9), (1, 2), (3, 4), (3, 5)], 3),
+        ([(5, 5)], 0),
+    ],
+)
+def test_requests_open_at_once(spans: list[tuple[int, int]], most: int) -> None:
+    starts, ends = [x for x, _ in spans], [x for _, x in spans]
+    assert records._in_flight(starts, ends) == most
+
+
+def test_a_file_of_more_records_than_any_load_point_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "RECORDS_LIMIT", 10)
+    written(tmp_path / "c4", *map(record, range(10)))
+    with pytest.raises(Unreadable, match="more than 10 records"):
+        written(tmp_path / "c5", *map(record, range(11)))
+
+
+def test_a_record_without_an_end_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+    """Two gigabytes on one line, which take no room on the disk and must not in memory."""
+    written(tmp_path / "c4", record(0))
+    with (tmp_path / "c4" / "profile_export.jsonl").open("r+b") as stream:
+        stream.truncate(2 << 30)
+    tracemalloc.start()
+    with pytest.raises(Unreadable):
+        records.read(tmp_path / "c4")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * records.RECORD_LIMIT
+
+
+def test_what_an_error_holds_is_not_unpacked(tmp_path: Path) -> None:
+    one = record(0) | {"error": [[]] * 100_000}
+    tracemalloc.start()
+    cell = written(tmp_path / "c4", one)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert cell.figures.errors == 1
+    assert peak < 5 << 20
+
+
+def test_memory_is_a_few_numbers_for_each_record(tmp_path: Path) -> None:
+    folder = tmp_path / "c4"
+    folder.mkdir()
+    (folder / "profile_export_aiperf.json").write_text("{}")
+    with (folder / "profile_export.jsonl").open("w") as stream:
+        for number in range(20_000):
+            one = record(number)
+            del one["metrics"]["inter_chunk_latency"]
+            one["metadata"]["x_request_id"] = str(number) * 40
+            stream.write(json.dumps(one) + "\n")
+    tracemalloc.start()
+    records.read(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000 * 250

@@ -196,6 +196,9 @@ def test_a_contract_other_than_the_lane_s_refutes(tmp_path: Path) -> None:
     assert check(verify(root), "manifest").actual == "contract floor, the lane has cpu"
 
 
+TIMELESS = "complete, but it does not say when it began and ended"
+
+
 @pytest.mark.parametrize(
     ("plan", "other", "said"),
     [
@@ -205,10 +208,15 @@ def test_a_contract_other_than_the_lane_s_refutes(tmp_path: Path) -> None:
         ({"driver": "batch"}, {}, "driver batch, the lane has aiperf"),
         ({"engine": "trtllm"}, {}, "engine trtllm, the lane has vllm"),
         ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
-        ({}, {"ended": None}, "complete, but it never ended"),
+        ({}, {"ended": None}, TIMELESS),
+        ({}, {"started": "yesterday"}, TIMELESS),
+        ({}, {"started": "2026-11-30T11:00:00"}, TIMELESS),
+        ({}, {"timings": {}}, "a cell whose time was not taken"),
+        ({}, {"timings": {"cell c4": 0.0}}, "a cell whose time was not taken"),
+        ({}, {"timings": {"cell c4": 9999.0}}, "cells of 9999 s in a run of 780 s"),
         ({}, {"patches": {"vllm/0.24.0": "0" * 64}}, "patches vllm/0.24.0, the lane has none"),
         ({}, {"row": {"lane": "vllm", "arm": "floor", "profile": "cpu", "cells": ["c4", "c8"]}},
-         "cells c4 planned, c4, c8 in the row"),
+         "cells c4 planned, c4, c8 in the row; a cell whose time was not taken"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_contradicts_itself_or_its_lane_refutes(
@@ -388,6 +396,10 @@ def nested(root: Path) -> None:
     (root / "waivers.toml").write_text("a = " + "[" * 100_000)
 
 
+def dotted(root: Path) -> None:
+    (root / "waivers.toml").write_text("a" + ".a" * 100_000 + " = 1")
+
+
 def looping(root: Path) -> None:
     (root / "logs" / "a.log").symlink_to("b.log")
     (root / "logs" / "b.log").symlink_to("a.log")
@@ -428,7 +440,7 @@ def vast(name: str) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize(
     "breaks",
-    [nested, looping, unprintable, deep, piped, piped_records, vast("manifest.json"),
+    [nested, dotted, looping, unprintable, deep, piped, piped_records, vast("manifest.json"),
      vast("waivers.toml")],
 )  # fmt: skip
 def test_what_is_made_to_break_a_reader_is_one_line_and_exit_2(

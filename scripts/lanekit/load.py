@@ -1,0 +1,297 @@
+"""Judge the load points that AIPerf left, against their plan, their records and every clock.
+
+Pure. A figure is never taken from a summary that its records do not bear out.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from lanekit import clock, records
+from lanekit.clock import Window
+from lanekit.verdict import Check, Outcome, Place
+
+OSL_TOLERANCE: Final = (
+    0.05  # AIPerf 0.3 gave 300 tokens where 1023 were asked (ai-dynamo/aiperf#339)
+)
+IN_FLIGHT: Final = 0.9  # of the concurrency, at the least, open at one time
+SLACK: Final = datetime.timedelta(seconds=2)  # 9 ms at most on busy cores (2026-11-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A planned load point beside what AIPerf left of it. folder: in the drop."""
+
+    name: str
+    folder: str
+    cell: records.Cell | None
+    concurrency: int | None
+    requests: int | None
+    isl: float | None
+    osl: float | None
+    version: str | None
+    model: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the manifest says of time. window: start to end, UTC; spent: seconds by phase."""
+
+    window: Window
+    spent: Mapping[str, float]
+
+
+def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Run | None) -> Check:
+    """Records, summaries, logs and manifest tell of one time. ends: the first and last bytes of
+    each log. run: None for a stranger's drop, whose log may be an excerpt that ends early."""
+    found = [(x, x.cell, x.cell.records) for x in loads if x.cell is not None]
+    absent, wrong = [], []
+    after: datetime.datetime | None = None
+    for x, cell, kept in found:
+        if cell.start is None or cell.end is None or kept is None or kept.window is None:
+            absent.append(f"{x.name}: its summary or its records state no time")
+            continue
+        load = Window(*map(_moment, kept.window))
+        zone = _zone(cell.start - load.first)
+        logs = [w for each in ends if (w := clock.window(*each, near=cell.start)) is not None]
+        if not logs:
+            absent.append("the logs state no time")
+            break
+        wrong += [f"{x.name}: {why}" for why in (
+            *_summary(cell.start, cell.end, load, zone),
+            *_manifest(x.name, load, after, run),
+            *clock.outside(load, logs, zone, run.window if run else None),
+        )]  # fmt: skip
+        after = load.last
+    if not found:
+        absent.append("no load point to check")
+    return Check(
+        id="same-run",
+        group="load",
+        severity="required",
+        outcome="failed" if wrong else "unchecked" if absent else "met",
+        why="records, summary, log and manifest are of one run",
+        expected="every clock tells of one time",
+        actual="; ".join(wrong or absent) or "they do",
+        remedy="These files are of different runs, or were edited." if wrong else
+        "Keep AIPerf's exports and whole logs, with their times." if absent else "",
+    )  # fmt: skip
+
+
+def _moment(seconds: float) -> datetime.datetime:
+    """Seconds since the epoch, which a record's faults keep between 2000 and 2100, as UTC."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None)
+
+
+def _zone(ahead: datetime.timedelta) -> datetime.timedelta:
+    """AIPerf's offset from UTC, from its local and its epoch clock, to a quarter of an hour; none
+    where it is farther than the globe is wide."""
+    quarters = round(ahead / datetime.timedelta(minutes=15))
+    return datetime.timedelta(minutes=15 * quarters if abs(quarters) <= 14 * 4 else 0)
+
+
+def _summary(
+    start: datetime.datetime, end: datetime.datetime, load: Window, zone: datetime.timedelta
+) -> Iterator[str]:
+    for what, said, seen in (("start", start, load.first), ("end", end, load.last or load.first)):
+        if abs(said - zone - seen) > SLACK:
+            yield f"its summary's {what} {said:%m-%d %X} is {seen:%m-%d %X} in its records"
+
+
+def _manifest(
+    name: str, load: Window, after: datetime.datetime | None, run: Run | None
+) -> Iterator[str]:
+    """Whether a load point fits the run: within it, after the one before, no longer than it was
+    given."""
+    if run is None or load.last is None:
+        return
+    whole, spent = run.window, run.spent.get(f"cell {name}")
+    if load.first < whole.first - SLACK or load.last > (whole.last or load.last) + SLACK:
+        yield f"ran {clock.shown(load)}, the run {clock.shown(whole)}"
+    if after is not None and load.first < after - SLACK:
+        yield f"began at {load.first:%H:%M:%S}, before the one planned before it was over"
+    if spent is not None and load.last - load.first > datetime.timedelta(seconds=spent) + SLACK:
+        yield f"took {(load.last - load.first).total_seconds():.0f} s, its cell {spent:.0f} s"
+
+
+def load(loads: Sequence[Load], unplanned: Sequence[str]) -> list[Check]:
+    """The checks of AIPerf's files, each over all load points."""
+    names = ", ".join(x.name for x in loads) or "at least one load point"
+    absent = [x.name for x in loads if x.cell is None]
+    there = [x for x in loads if x.cell is not None]
+    seen = ", ".join(x.name for x in there) or "none"
+    outcome = _present(loads, there, unplanned)
+    present = Check(
+        id="cells",
+        group="load",
+        severity="required",
+        outcome=outcome,
+        why="every planned load point was run, and no other",
+        expected=names,
+        actual=seen + (f"; not planned: {', '.join(unplanned)}" if unplanned else ""),
+        missing=tuple(absent),
+        remedy="" if outcome == "met" else "Run what is missing, or judge what was planned.",
+    )
+    return [present, *(_over_cells(there, asked) for asked in _LOAD_CHECKS)]
+
+
+def _present(loads: Sequence[Load], there: Sequence[Load], unplanned: Sequence[str]) -> Outcome:
+    if unplanned or 0 < len(there) < len(loads):
+        return "failed"
+    return "met" if loads and there else "unchecked"
+
+
+Answer = tuple[Outcome, str]
+
+
+def _over_cells(loads: Sequence[Load], asked: "_LoadCheck") -> Check:
+    answers = [(x, *asked.ask(x, x.cell)) for x in loads if x.cell is not None]
+    place, outcome, shown = None, answers[0][1] if answers else "unchecked", answers
+    for worst in ("failed", "unchecked"):
+        bad = [answer for answer in answers if answer[1] == worst]
+        if bad:
+            place, outcome, shown = (
+                Place(f"{bad[0][0].folder}/{records.SUMMARY}", 0),
+                bad[0][1],
+                bad,
+            )
+            break
+    return Check(
+        id=asked.id,
+        group="load",
+        severity="required",
+        outcome=outcome,
+        why=asked.why,
+        expected=asked.expected,
+        actual="; ".join(f"{x.name}: {said}" for x, _, said in shown) or "no load point to check",
+        first=place,
+        last=place,
+        remedy="" if outcome == "met" else asked.remedy,
+    )
+
+
+def _ask_count(x: Load, cell: records.Cell) -> Answer:
+    done, kept = cell.summary.requests, cell.records
+    if x.requests is None or done is None:
+        return "unchecked", "the planned or the completed number is absent"
+    said = f"{x.requests} planned, {done} completed"
+    if kept is None:
+        return ("met" if done == x.requests else "failed"), f"{said}, no records"
+    total = (kept.figures.requests or 0) + (kept.figures.errors or 0)
+    said += f", {total} records"
+    if kept.duplicates:
+        return "failed", f"{said}, {kept.duplicates} of them seen before"
+    if x.requests == done == total and kept.unnamed:
+        return "unchecked", f"{said}, {kept.unnamed} of them without a request id"
+    return ("met" if x.requests == done == total else "failed"), said
+
+
+def _ask_errors(_x: Load, cell: records.Cell) -> Answer:
+    said, kept, kinds = cell.summary.errors, cell.records, cell.error_kinds
+    if said is None or kinds is None:
+        return "unchecked", "error_summary is absent"
+    failed = max(said, kept.figures.errors or 0) if kept else said
+    return ("failed" if failed or kinds else "met"), f"{max(failed, kinds)} errors"
+
+
+def _ask_cancelled(_x: Load, cell: records.Cell) -> Answer:
+    if cell.cancelled is None:
+        return "unchecked", "was_cancelled is absent"
+    return ("failed", "cancelled") if cell.cancelled else ("met", "ran to its end")
+
+
+def _ask_osl(x: Load, cell: records.Cell) -> Answer:
+    kept = cell.records
+    osl, source = (kept.osl, "records") if kept else (cell.osl, "summary")
+    if osl is None or not x.osl:
+        return "unchecked", "the planned or the measured length is absent"
+    met = abs(osl - x.osl) <= OSL_TOLERANCE * x.osl
+    return ("met" if met else "failed"), f"{osl:.1f} of {x.osl:.0f} tokens ({source})"
+
+
+def _ask_plan(x: Load, cell: records.Cell) -> Answer:
+    pairs = (
+        ("AIPerf", x.version, cell.version),
+        ("model", x.model, cell.model),
+        ("concurrency", x.concurrency, cell.concurrency),
+        ("requests", x.requests, cell.asked),
+        ("isl", x.isl, cell.isl_asked),
+        ("osl", x.osl, cell.osl_asked),
+    )
+    known = [pair for pair in pairs if None not in pair[1:]]
+    absent = [n for n, want, got in pairs if want is None or got is None]
+    wrong = [f"{n} {got}, planned {want}" for n, want, got in known if want != got]
+    if wrong:
+        return "failed", ", ".join(wrong)
+    if absent:
+        return "unchecked", f"{', '.join(absent)} absent"
+    return "met", f"AIPerf {x.version}, concurrency {x.concurrency}"
+
+
+def _ask_records(x: Load, cell: records.Cell) -> Answer:
+    if cell.records is None:
+        return "unchecked", f"no {records.RECORDS}: every figure is from the summary only"
+    if cell.records.faults:
+        return "failed", cell.records.faults[0]
+    # All of 18 real load points had exactly as many open at once (2026-07 and 2026-11-30).
+    most = min(x.concurrency or 0, cell.records.figures.requests or 0)
+    if not IN_FLIGHT * most <= cell.records.in_flight <= most:
+        return "failed", f"{cell.records.in_flight} requests at once, not {most}"
+    wrong = records.disagreements(cell)
+    return ("failed", "; ".join(wrong)) if wrong else ("met", "agree")
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoadCheck:
+    id: str
+    why: str
+    expected: str
+    remedy: str
+    ask: Callable[[Load, records.Cell], Answer]
+
+
+_LOAD_CHECKS: Final = (
+    _LoadCheck(
+        "requests",
+        "every planned request completed and has its own record",
+        "planned = completed = records",
+        "Look at AIPerf's log; run the load point again.",
+        _ask_count,
+    ),
+    _LoadCheck(
+        "errors",
+        "no request failed (AIPerf exits 0 with failed requests)",
+        "error_summary empty, no errors",
+        "Look at error_summary and at the server's log.",
+        _ask_errors,
+    ),
+    _LoadCheck(
+        "cancelled",
+        "the load point ran to its end",
+        "was_cancelled false",
+        "Give the load point more time and run it again.",
+        _ask_cancelled,
+    ),
+    _LoadCheck(
+        "output-length",
+        "answers were as long as asked",
+        f"within {OSL_TOLERANCE:.0%} of the plan",
+        "Set ignore_eos and check the tokenizer.",
+        _ask_osl,
+    ),
+    _LoadCheck(
+        "as-planned",
+        "AIPerf ran as planned",
+        "version, model, concurrency, requests and output length as planned",
+        "Run it with the planned flags.",
+        _ask_plan,
+    ),
+    _LoadCheck(
+        "records",
+        "the figures follow from the raw records",
+        "summary = records",
+        "Keep profile_export.jsonl beside the summary, and edit neither.",
+        _ask_records,
+    ),
+)
