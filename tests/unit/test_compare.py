@@ -17,8 +17,8 @@ KNOWN = published.load()
 def served(tok_s: float, *, arm: str = "epnc8", profile: str = "p5en-x2") -> Verdict:
     cell = CellRow(
         name="c32", folder="", concurrency=32, requests=128, errors=0, tok_s=tok_s, tok_s_user=9.0,
-        ttft_p50_ms=420.0, ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None, duration_s=None,
-        source="records",
+        ttft_avg_ms=None, ttft_p50_ms=420.0, ttft_p99_ms=None, itl_p50_ms=None, itl_p99_ms=None,
+        duration_s=None, source="records",
     )  # fmt: skip
     return Verdict("d", "proven", "", lane="vllm", arm=arm, profile=profile, cells=(cell,))
 
