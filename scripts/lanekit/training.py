@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import msgspec
 
+from lanekit import reading
 from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place, StepRow
 
 FORMAT: Final = 1  # of steps.jsonl
 NAME: Final = "steps.jsonl"
-LIMIT: Final = 1 << 20  # a step is 130 bytes
 ENGINES: Final = ("megatron-core",)
 ROLES: Final = ("reference", "arm")
 # Equal to three decimals, as the published campaign said of V1 and V2 (2026-07). The gradients of
@@ -44,23 +44,15 @@ def read(path: Path) -> list[Record]:
     Raises:
         Unreadable: a line is no record of this format, or the file cannot be read.
     """
-    try:
-        if path.stat().st_size > LIMIT:
-            raise Unreadable(f"{path}: larger than {LIMIT >> 20} MiB", remedy="Not the program's.")
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}", remedy="Run the lane again.") from error
-    return [_record(path, number, line) for number, line in enumerate(lines, 1)]
+    lines = reading.small(path).splitlines()
+    return [_record(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
 
 
-def _record(path: Path, number: int, line: bytes) -> Record:
-    try:
-        found = msgspec.json.decode(line, type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"{path}:{number}: {error}", remedy="The run was cut: again.") from error
+def _record(where: str, line: bytes) -> Record:
+    found = reading.decoded(line, Record, where)
     if found.v != FORMAT:
         raise Unreadable(
-            f"{path}:{number}: format {found.v}, this harness reads {FORMAT}",
+            f"{where}: format {found.v}, this harness reads {FORMAT}",
             remedy="Use the harness the drop was made with; its git commit is in the manifest.",
         )
     return found
