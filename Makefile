@@ -17,7 +17,7 @@ option = $(if $(strip $($(1))),$(2) '$($(1))')
 help: ## Print this help
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= HOSTS= LAUNCHER= RESULTS= TORCH_INDEX= ENV= PLAN=1 REDACT=1\n'
+	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= HOSTS= LAUNCHER= RESULTS= TORCH_INDEX= ENV= COHERENCE_FROM= PLAN=1 REDACT=1\n'
 
 lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
 	@exec $(LANEKIT) run $* $(call option,PROFILE,--profile) $(call option,ARM,--arm) \
@@ -25,7 +25,7 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,LAUNCHER,--launcher) $(call option,HOSTS,--hosts) $(call option,RESULTS,--results) \
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
-	  $(if $(PLAN),--plan) $(if $(REDACT),--redact)
+	  $(call option,COHERENCE_FROM,--coherence-from) $(if $(PLAN),--plan) $(if $(REDACT),--redact)
 
 reproduce: setup ## Run one row again, by digest, and say how far it is from the published: ROW=vllm/epnc8/c32 [RESULTS=DIR]
 	@test -n "$(ROW)" || { echo "error: say which row: make reproduce ROW=lane/arm/cell" >&2; exit 2; }

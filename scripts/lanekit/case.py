@@ -9,6 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from lanekit import (
+    answers,
+    coherence,
     contract,
     judge,
     logs,
@@ -91,14 +93,50 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     loads, unplanned = _planned(subject, plan)
     facts = Facts(
         profile=spec.profile(held.profile),
-        requests=_total(loads),
+        requests=_total(loads, asked=_asked(plan)),
         engine_version=_version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
     )
     checks += loading.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
     checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
+    checks += gate(drop, manifest)
     return judged(subject, facts, loads, checks, run=row.clock(manifest))
+
+
+def gate(drop: Path, manifest: Manifest) -> list[Check]:
+    """The checks of a drop's coherence gate; one that says so where the drop is older than it.
+
+    Raises:
+        Unreadable: a file of answers that is none.
+    """
+    plan = manifest.plan
+    known = answers.questions()
+    if not isinstance(plan.get("gate"), dict):
+        return [coherence.older()]
+    sha = _at(plan, "gate", "sha256")
+    ours, theirs = (
+        answers.read(drop / name) if (drop / name).exists() else None
+        for name in (answers.NAME, answers.REFERENCE)
+    )
+    other = bool(sha) and (theirs is None or drops.sha256(drop / answers.REFERENCE) != sha)
+    return coherence.checks(
+        coherence.Gate(
+            ask=known.ask,
+            tolerance=known.tolerance,
+            reference=str(_at(plan, "gate", "reference") or ""),
+            ours=ours,
+            theirs=theirs,
+            untrue="the reference is not the file that was planned"
+            if other and not manifest.redacted  # names in it were replaced; `files` still tells
+            else "",
+        )
+    )
+
+
+def _asked(plan: Mapping[str, Any]) -> int:
+    """Requests of the gate: they stand in the server's log beside AIPerf's."""
+    return len(answers.questions().ask.places()) if _at(plan, "gate", "questions") else 0
 
 
 def _contract_said(drop: Path, manifest: Manifest) -> tuple[str, ...]:
@@ -438,10 +476,10 @@ def _row(name: str, folder: str, cell: records.Cell) -> CellRow:
     return CellRow(name=name, folder=folder, concurrency=cell.concurrency, **values)
 
 
-def _total(loads: Iterable[Load]) -> int | None:
-    asked = [x.requests for x in loads]
-    known = [number for number in asked if number is not None]
-    return sum(known) if asked and len(known) == len(asked) else None
+def _total(loads: Iterable[Load], *, asked: int = 0) -> int | None:
+    planned = [x.requests for x in loads]
+    known = [number for number in planned if number is not None]
+    return asked + sum(known) if planned and len(known) == len(planned) else None
 
 
 def _tokens(plan: Mapping[str, Any]) -> int | None:

@@ -104,6 +104,7 @@ def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
     add("--server-python", default="", help="an interpreter that already holds the engine")
     add("--aiperf-python", default="", help="an interpreter that already holds AIPerf")
     add("--env", default="", help="extra variables for every process: 'A=1 B=2'")
+    add("--coherence-from", default="", metavar="DIR", help="a drop whose answers these must equal")
     add("--plan", action="store_true", help="print the frozen plan and start nothing")
 
 
@@ -228,6 +229,7 @@ def _options(args: argparse.Namespace) -> "planning.Options":
         server_python=args.server_python,
         aiperf_python=args.aiperf_python,
         env=tuple(args.env.split()),
+        coherence_from=args.coherence_from,
     )
 
 

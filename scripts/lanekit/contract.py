@@ -17,6 +17,8 @@ from lanekit.errors import ConfigError
 
 RULES: Final = "rules"
 FOREIGN: Final = "foreign"
+COHERENCE: Final = "coherence"
+NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE)
 
 # How often a rule's line must stand in the logs:
 #   ranks     one for each (host, local rank) of the profile, no more and no fewer
@@ -162,7 +164,7 @@ def _many(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def names(folder: Path = paths.CONTRACTS) -> list[str]:
     """The known contracts, sorted."""
-    return sorted(p.stem for p in folder.glob("*.toml") if p.stem not in (RULES, FOREIGN))
+    return sorted(p.stem for p in folder.glob("*.toml") if p.stem not in NO_CONTRACTS)
 
 
 def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:

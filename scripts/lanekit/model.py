@@ -6,23 +6,30 @@ on every machine and every Python. Tests hold the digests.
 
 `tiny-qwen3-moe` has random weights and is served on a CPU. `qwen3-30b-a3b-fp8-shape` is the
 published model's shape without weights, for an engine that makes them up (`--load-format dummy`).
+`qwen3-moe-4layer-random` has four layers of that shape and real random weights in block FP8, so
+that what it answers depends on every exchange; in its `-skewed` sister no token ever chooses an
+expert of the upper half, which leaves one of two ranks without any.
 
 AIPerf counts output by tokenizing the text, so a model that babbles raw bytes seems to answer fewer
 tokens than it was asked for. Hence a vocabulary of made-up words, nearly every one a token that
 tokenizes back to itself, and in the tiny model no other token can be sampled: channel 0 of its
-residual stream is a constant, which `lm_head` uses as the bias that Qwen3 does not have. The
-router does not see channel 0, so tokens spread over all experts.
+residual stream is a constant, which `lm_head` uses as the bias that Qwen3 does not have. Nothing
+else sees or changes channel 0: its constant would drown the rest, and every answer would become
+one token for ever (seen 2026-11-30).
 """
 
 import hashlib
 import itertools
 import json
+import math
+import operator
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,15 +44,39 @@ RECIPE: Final = "recipe.json"  # written last: which version of this file made t
 # bfloat16 bit patterns, little endian.
 ONE: Final = b"\x80\x3f"  # 1.0
 ZERO: Final = b"\x00\x00"  # 0.0
-HALF: Final = b"\x00\x3f"  # 0.5, the constant channel: about 10 after the final norm
+FOUR: Final = b"\x80\x40"  # 4.0, the constant channel: about 10 after the final norm
 SILENCE: Final = b"\x80\xc0"  # -4.0 against the constant channel: a logit of about -40
+NEVER: Final = b"\x00\xc0"  # -2.0 against it in a router: about 20 below the others
 
-Tensor = tuple[str, tuple[int, ...], bytes]
+# Magnitudes of random bfloat16 values, as their high byte (the last exponent bit is random too).
+USUAL: Final = 0x3C  # [2^-7, 2^-5), near the usual 0.02
+FOURFOLD: Final = 0x3D
+SIXTEENFOLD: Final = 0x3E
+
+BLOCK: Final = 128  # rows and columns that share an FP8 scale
+FP8_RMS: Final = 1.159  # of what _random_fp8 makes
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a weight file. dtype: as safetensors spells it. size: bytes. make: its bytes,
+    made when they are written, so that a big model never stands in memory."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    size: int
+    make: Callable[[], bytes]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3-MoE, in the words of its config.json. weights: whether any are written."""
+    """Sizes of a Qwen3-MoE, in the words of its config.json.
+
+    weights: whether any are written. embed, router, head, rest: magnitudes of bfloat16 weights, a
+    high byte.
+    skewed: no token chooses an expert of the upper half.
+    """
 
     layers: int
     hidden: int
@@ -61,14 +92,32 @@ class Shape:
     rope_theta: float
     fp8: bool
     weights: bool
+    embed: int = USUAL
+    router: int = USUAL
+    head: int = USUAL
+    rest: int = USUAL
+    skewed: bool = False
 
+
+# Four layers of the published shape, block FP8 as it has, a vocabulary that is quick to write;
+# 2.5 GB. Block FP8 is a rough sea: a last bit of bfloat16 grows at every quantization, and with
+# sublayers as large as the residual stream it changed every fourth token (a torch rehearsal on a
+# CPU, 2026-11-30). With sublayers of about a tenth and a fifth of it, a sum over two ranks moves a
+# logprob by 0.5 at most, while experts that are swapped or missing move half of all positions by
+# more than 0.9. The router is wide, so that the eighth of the chosen experts weighs about 2 %: a
+# last bit may swap it with the ninth, and that is no wrong answer.
+_RANDOM: Final = Shape(
+    layers=4, hidden=2048, intermediate=6144, heads=32, kv_heads=4, head_dim=128, experts=128,
+    top_k=8, moe_intermediate=768, vocab=4096, positions=8192, rope_theta=1e6, fp8=True,
+    weights=True, embed=SIXTEENFOLD, router=FOURFOLD, head=FOURFOLD,
+)  # fmt: skip
 
 SHAPES: Final = {
     # Small enough to start at once, MoE enough to route. Multiples of 32 keep vLLM's grouped GEMM.
     "tiny-qwen3-moe": Shape(
         layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, experts=16,
         top_k=4, moe_intermediate=64, vocab=1536, positions=4096, rope_theta=1e4, fp8=False,
-        weights=True,
+        weights=True, embed=SIXTEENFOLD, router=SIXTEENFOLD, head=SIXTEENFOLD, rest=FOURFOLD,
     ),
     # Qwen/Qwen3-30B-A3B-FP8, the model of the published serving rows.
     "qwen3-30b-a3b-fp8-shape": Shape(
@@ -76,6 +125,8 @@ SHAPES: Final = {
         top_k=8, moe_intermediate=768, vocab=151936, positions=40960, rope_theta=1e6, fp8=True,
         weights=False,
     ),
+    "qwen3-moe-4layer-random": _RANDOM,
+    "qwen3-moe-4layer-random-skewed": replace(_RANDOM, skewed=True),
 }  # fmt: skip
 
 
@@ -172,14 +223,42 @@ def _config(shape: Shape) -> dict[str, Any]:
     } | ({"quantization_config": quantization} if shape.fp8 else {})
 
 
-def _random(name: str, count: int) -> bytes:
-    """`count` bfloat16 values of either sign in [2^-7, 2^-5), near the usual 0.02, by name."""
+def _random(name: str, count: int, high: int = USUAL) -> bytes:
+    """`count` bfloat16 values of either sign in two binades, by name."""
     low = hashlib.shake_256(f"{name}/low".encode()).digest(count)
     sign = hashlib.shake_256(f"{name}/sign".encode()).digest(count)
     out = bytearray(2 * count)
     out[0::2] = low
-    out[1::2] = sign.translate(bytes(0x3C if value < 128 else 0xBC for value in range(256)))
+    out[1::2] = sign.translate(bytes(high if value < 128 else high | 0x80 for value in range(256)))
     return bytes(out)
+
+
+def _random_bf16(name: str, rows: int, columns: int, high: int, blind: str) -> bytes:
+    """A random matrix. blind: "in" for one that must not see channel 0 and "out" for one that must
+    not change it."""
+    seen = _random(name, rows * columns, high)
+    if blind == "in":
+        return _with_channel_0(seen, columns, [ZERO] * rows)
+    return ZERO * columns + seen[2 * columns :]
+
+
+def _random_fp8(name: str, rows: int, columns: int, blind: str) -> bytes:
+    """E4M3 values of either sign in [0.5, 2), by name; blind as in `_random_bf16`."""
+    values = hashlib.shake_256(name.encode()).digest(rows * columns)
+    out = bytearray(
+        values.translate(bytes(each & 0x80 | 0x30 + (each & 15) for each in range(256)))
+    )
+    if blind == "in":
+        out[0::columns] = bytes(rows)
+    else:
+        out[:columns] = bytes(columns)
+    return bytes(out)
+
+
+def _scales(name: str, count: int, rms: float) -> bytes:
+    """`count` float32 scales of FP8 blocks around `rms`; they differ, so swapped blocks show."""
+    drawn = hashlib.shake_256(name.encode()).digest(count)
+    return struct.pack(f"<{count}f", *(rms / FP8_RMS * (0.625 + each % 4 / 4) for each in drawn))
 
 
 def _with_channel_0(matrix: bytes, columns: int, values: list[bytes]) -> bytes:
@@ -189,61 +268,93 @@ def _with_channel_0(matrix: bytes, columns: int, values: list[bytes]) -> bytes:
     return bytes(out)
 
 
+def _bf16(name: str, dims: tuple[int, ...], make: Callable[[], bytes]) -> Tensor:
+    return Tensor(name, "BF16", dims, 2 * math.prod(dims), make)
+
+
+def _matrix(shape: Shape, name: str, rows: int, columns: int, rms: float) -> Iterator[Tensor]:
+    """A projection: bfloat16, or FP8 with a scale a block. rms: of the FP8 one's values."""
+    full = f"{name}.weight"
+    blind = "out" if name.endswith(("o_proj", "down_proj")) else "in"
+    if not shape.fp8:
+        make = partial(_random_bf16, full, rows, columns, shape.rest, blind)
+        yield _bf16(full, (rows, columns), make)
+        return
+    make = partial(_random_fp8, full, rows, columns, blind)
+    yield Tensor(full, "F8_E4M3", (rows, columns), rows * columns, make)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    count, scale = blocks[0] * blocks[1], f"{full}_scale_inv"
+    yield Tensor(scale, "F32", blocks, 4 * count, partial(_scales, scale, count, rms))
+
+
+def _router(shape: Shape, name: str) -> bytes:
+    """It does not see channel 0, unless to keep tokens away from the upper half of the experts."""
+    seen = _random(name, shape.experts * shape.hidden, shape.router)
+    away = shape.experts // 2 if shape.skewed else 0
+    values = [ZERO] * (shape.experts - away) + [NEVER] * away
+    return _with_channel_0(seen, shape.hidden, values)
+
+
 def _layer(shape: Shape, prefix: str) -> Iterator[Tensor]:
     hidden, width = shape.hidden, shape.moe_intermediate
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices = {f"self_attn.{part}_proj": (key, hidden) for part in "kv"}
-    matrices |= {"self_attn.q_proj": (query, hidden), "self_attn.o_proj": (hidden, query)}
+    one = hidden**-0.5  # keeps a vector as long as it was
+    matrices = {f"self_attn.{part}_proj": (key, hidden, one) for part in "kv"}
+    matrices |= {
+        "self_attn.q_proj": (query, hidden, one),
+        "self_attn.o_proj": (hidden, query, 0.1 * query**-0.5),
+    }
     for expert in range(shape.experts):
-        matrices[f"mlp.experts.{expert}.gate_proj"] = (width, hidden)
-        matrices[f"mlp.experts.{expert}.up_proj"] = (width, hidden)
-        matrices[f"mlp.experts.{expert}.down_proj"] = (hidden, width)
-    for name, (rows, columns) in matrices.items():
-        full = f"{prefix}.{name}.weight"
-        yield full, (rows, columns), _random(full, rows * columns)
+        matrices[f"mlp.experts.{expert}.gate_proj"] = (width, hidden, one)
+        matrices[f"mlp.experts.{expert}.up_proj"] = (width, hidden, one)
+        matrices[f"mlp.experts.{expert}.down_proj"] = (hidden, width, 0.2 * width**-0.5)
+    for name, (rows, columns, rms) in matrices.items():
+        yield from _matrix(shape, f"{prefix}.{name}", rows, columns, rms)
     router = f"{prefix}.mlp.gate.weight"
-    seen = _random(router, shape.experts * hidden)
-    blind = _with_channel_0(seen, hidden, [ZERO] * shape.experts)
-    yield router, (shape.experts, hidden), blind
+    yield _bf16(router, (shape.experts, hidden), partial(_router, shape, router))
     for name, size in (
         ("input_layernorm", hidden),
         ("post_attention_layernorm", hidden),
         ("self_attn.q_norm", shape.head_dim),
         ("self_attn.k_norm", shape.head_dim),
     ):
-        yield f"{prefix}.{name}.weight", (size,), ONE * size
+        yield _bf16(f"{prefix}.{name}.weight", (size,), partial(operator.mul, ONE, size))
 
 
 def _tensors(shape: Shape, spoken: range) -> Iterator[Tensor]:
     rows, hidden = shape.vocab, shape.hidden
-    embed = _with_channel_0(_random("embed", rows * hidden), hidden, [HALF] * rows)
     bias = [ZERO if row in spoken else SILENCE for row in range(rows)]
-    head = _with_channel_0(_random("lm_head", rows * hidden), hidden, bias)
-    yield "model.embed_tokens.weight", (rows, hidden), embed
-    yield "lm_head.weight", (rows, hidden), head
-    yield "model.norm.weight", (hidden,), ONE * hidden
+
+    def edge(name: str, high: int, values: list[bytes]) -> bytes:
+        return _with_channel_0(_random(name, rows * hidden, high), hidden, values)
+
+    embed = partial(edge, "embed", shape.embed, [FOUR] * rows)
+    yield _bf16("model.embed_tokens.weight", (rows, hidden), embed)
+    yield _bf16("lm_head.weight", (rows, hidden), partial(edge, "lm_head", shape.head, bias))
+    yield _bf16("model.norm.weight", (hidden,), partial(operator.mul, ONE, hidden))
     for layer in range(shape.layers):
         yield from _layer(shape, f"model.layers.{layer}")
 
 
-def _safetensors(tensors: list[Tensor]) -> bytes:
+def _safetensors(tensors: list[Tensor]) -> Iterator[bytes]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, dims, data in tensors:
-        span = [offset, offset + len(data)]
-        header[name] = {"dtype": "BF16", "shape": dims, "data_offsets": span}
-        offset += len(data)
+    for each in tensors:
+        span = [offset, offset + each.size]
+        header[each.name] = {"dtype": each.dtype, "shape": each.dims, "data_offsets": span}
+        offset += each.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors)
+    yield struct.pack("<Q", len(text)) + text
+    yield from (each.make() for each in tensors)
 
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def files(name: str) -> dict[str, bytes]:
-    """Every file of the stand-in `name`, the same bytes every time.
+def shape_of(name: str) -> Shape:
+    """The shape of the stand-in `name`.
 
     Raises:
         ModelError: no stand-in has this name.
@@ -253,12 +364,16 @@ def files(name: str) -> dict[str, bytes]:
         raise ModelError(
             f"no stand-in model named '{name}'", remedy=f"Known: {', '.join(sorted(SHAPES))}."
         )
-    tokenizer = _tokenizer(shape)
+    return shape
+
+
+def files(shape: Shape) -> dict[str, bytes]:
+    """Every file but the weights, the same bytes every time."""
     end = shape.vocab - 1
-    made = {
+    return {
         "config.json": _json(_config(shape)),
         "generation_config.json": _json({"bos_token_id": end, "eos_token_id": end}),
-        "tokenizer.json": _json(tokenizer),
+        "tokenizer.json": _json(_tokenizer(shape)),
         "tokenizer_config.json": _json(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -269,11 +384,13 @@ def files(name: str) -> dict[str, bytes]:
             }
         ),
     }
-    if shape.weights:
-        first_word = tokenizer["model"]["vocab"][SPACE + CONSONANTS[0] + VOWELS[0]]
-        spoken = range(first_word, end)
-        made["model.safetensors"] = _safetensors(list(_tensors(shape, spoken)))
-    return made
+
+
+def weights(shape: Shape) -> Iterator[bytes]:
+    """The weight file in pieces, the same bytes every time; only words can be sampled."""
+    vocab = _tokenizer(shape)["model"]["vocab"]
+    spoken = range(vocab[SPACE + CONSONANTS[0] + VOWELS[0]], shape.vocab - 1)
+    return _safetensors(list(_tensors(shape, spoken)))
 
 
 def ensure(path: Path) -> None:
@@ -286,13 +403,16 @@ def ensure(path: Path) -> None:
     try:
         if (path / RECIPE).is_file() and (path / RECIPE).read_bytes() == recipe:
             return
-        made = files(path.name)
+        shape = shape_of(path.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
             new = Path(scratch) / "new"
             new.mkdir()
-            for file, data in (made | {RECIPE: recipe}).items():
+            for file, data in (files(shape) | {RECIPE: recipe}).items():
                 (new / file).write_bytes(data)
+            if shape.weights:
+                with (new / "model.safetensors").open("wb") as stream:
+                    stream.writelines(weights(shape))
             if path.exists():
                 os.replace(path, Path(scratch) / "old")
             os.replace(new, path)

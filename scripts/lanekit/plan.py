@@ -107,6 +107,17 @@ class Containers(msgspec.Struct, frozen=True):
     nics: int
 
 
+class GatePlan(msgspec.Struct, frozen=True):
+    """The coherence gate. questions: digest of what is asked. reference: the arm whose answers
+    these must equal, empty where there is none. drop, sha256: where those are and of that file;
+    empty where none were found."""
+
+    questions: str
+    reference: str = ""
+    drop: str = ""
+    sha256: str = ""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256.
 
@@ -144,6 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     torch_index: str
     containers: Containers | None = None
     prefill: tuple[int, ...] = ()
+    gate: GatePlan | None = None
 
 
 def public(value: Any) -> Any:

@@ -16,13 +16,14 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from lanekit import contract, hosts, images, machine, patches, paths, spec
+from lanekit import answers, contract, hosts, images, machine, patches, paths, reference, spec
 from lanekit.errors import ConfigError
 from lanekit.plan import (
     INHERITED,
     CellPlan,
     Containers,
     Environment,
+    GatePlan,
     Host,
     ModelPlan,
     Plan,
@@ -63,6 +64,7 @@ class Options(msgspec.Struct, frozen=True):
     aiperf_python: str = ""
     env: tuple[str, ...] = ()
     start: bool = True
+    coherence_from: str = ""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -188,7 +190,28 @@ def make(options: Options, here: machine.Machine) -> Plan:
         torch_index=options.torch_index,
         containers=chosen.containers,
         prefill=lane.arms[chosen.arm].prefill,
+        gate=None if batch else _gate(options, chosen),
     )
+
+
+def _gate(options: Options, chosen: Choice) -> GatePlan:
+    """What is asked before the sweep, and whose answers these must equal."""
+    wanted = answers.Header(
+        questions=answers.digest(answers.questions().ask),
+        lane=chosen.lane.name,
+        arm=chosen.lane.arms[chosen.arm].reference,
+        profile=chosen.profile.name,
+        model=chosen.model.source,
+        dummy_weights=chosen.model.dummy_weights,
+        drop="",
+    )
+    arm, found = wanted.arm, reference.newest(chosen.drop.parent, wanted)
+    if options.coherence_from:
+        found = Path(options.coherence_from).resolve()
+        arm = reference.given(found, wanted)
+    if found is None:
+        return GatePlan(wanted.questions, arm)
+    return GatePlan(wanted.questions, arm, str(found), sha256(found / answers.NAME))
 
 
 def choose(options: Options, here: machine.Machine) -> Choice:

@@ -18,6 +18,7 @@ _COLOURS: Final = {
 _GROUPS: Final = (
     ("drop", "Drop"),
     ("transport", "Transport"),
+    ("answers", "Answers"),
     ("load", "Load"),
     ("witness", "Other evidence"),
 )

@@ -38,6 +38,9 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
     """
     waived = sum(bool(check.waived) for check in verdict.checks)
     result = f"{verdict.result}, {waived} waived" if waived else verdict.result
+    unasked = [each for each in verdict.checks if each.id == "answers-reference"]
+    if unasked and unasked[0].outcome == "unchecked" and verdict.result == "proven":
+        result += ", answers not compared"
     return [
         Row(
             name=f"{verdict.lane}/{verdict.arm}/{cell.name}",

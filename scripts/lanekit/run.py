@@ -21,6 +21,9 @@ import requests
 
 from lanekit import (
     alone,
+    answers,
+    ask,
+    case,
     compose,
     doctor,
     envs,
@@ -108,6 +111,41 @@ class Run:
             with interrupt.held():
                 self._launcher.stop()
             self.drop.manifest.timings["stop"] = round(time.monotonic() - begin, 3)
+
+    def gate(self) -> None:
+        """Ask the coherence gate's questions, keep the answers, and say at once what is wrong.
+
+        A failed gate does not end the run: its verdict is "refuted", and the drop says why.
+        """
+        plan = self.plan
+        if plan.gate is None:
+            return
+        self.drop.state("asking")
+        begin = time.monotonic()
+        wanted = answers.questions().ask
+        self.progress.say(f"coherence gate: {len(wanted.places())} questions, greedy")
+        found = ask.ask(plan.url, plan.model.served_name, wanted, self._alive)
+        header = answers.Header(
+            questions=plan.gate.questions,
+            lane=plan.lane,
+            arm=plan.arm,
+            profile=plan.profile,
+            model=plan.model.source,
+            dummy_weights=plan.model.dummy_weights,
+            drop=self.drop.path.name,
+        )
+        (self.drop.path / answers.NAME).parent.mkdir()
+        self.drop.write(answers.NAME, answers.encode(header, found))
+        if plan.gate.drop:
+            theirs = (Path(plan.gate.drop) / answers.NAME).read_bytes()
+            self.drop.write(answers.REFERENCE, theirs)
+        self.drop.timing("coherence", time.monotonic() - begin)
+        for check in case.gate(self.drop.path, self.drop.manifest):
+            self.progress.say(f"{check.id}: {check.outcome}: {check.actual}")
+
+    def _alive(self) -> None:
+        self._launcher.check()
+        self.drop.require_room()
 
     def sweep(self) -> None:
         """Take every cell of the plan, in order."""

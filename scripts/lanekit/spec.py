@@ -97,7 +97,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: appended to the engine's command. env: variable -> value, each read by the component
     that `reads` names. warmup: AIPerf requests before each cell that no figure counts. prefill:
     prompt lengths in tokens, each sent once before the first cell, for an engine that compiles a
-    kernel for each. patches: our series (folders of patches/) that the engine must hold.
+    kernel for each. patches: our series (folders of patches/) that the engine must hold. reference:
+    the arm whose answers these must equal; empty for an arm that is one itself.
     """
 
     title: str
@@ -109,6 +110,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: tuple[int, ...] = ()
     patches: tuple[str, ...] = ()
     known_failing: KnownFailing | None = None
+    reference: str = ""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,6 +221,8 @@ def checked(found: Lane) -> Lane:
         _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
         _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")
     for arm in found.arms.values():
+        if arm.reference:
+            _require(arm.reference, found.arms, what="arm", option=f"lane {found.name}, reference")
         for where in arm.contracts:
             _require(where, found.profiles, what="profile", option=f"lane {found.name}, contracts")
         for where in arm.known_failing.profiles if arm.known_failing else ():

@@ -8,6 +8,7 @@ import msgspec
 SCHEMA: Final = 1
 
 Outcome = Literal["met", "failed", "unchecked"]
+Severity = Literal["required", "noted"]
 Result = Literal["proven", "refuted", "no verdict"]
 EXIT: Final[dict[str, int]] = {"proven": 0, "refuted": 1, "no verdict": 2}
 
@@ -23,8 +24,8 @@ class Check(msgspec.Struct, frozen=True):
     """One thing that was checked. `unchecked` is never a pass."""
 
     id: str
-    group: Literal["drop", "transport", "load", "witness"]
-    severity: Literal["required", "noted"]
+    group: Literal["drop", "transport", "answers", "load", "witness"]
+    severity: Severity
     outcome: Outcome
     why: str
     expected: str

@@ -1,5 +1,6 @@
 """The stand-in models, byte for byte, and the checks on a model somebody brings."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -27,7 +28,7 @@ DIGESTS = {
             "5dc885659caf732c9623397d4546981569dfa5993054557d74ea2f8823a6fe4e",
         "tokenizer.json": "b8743a16465bf020a619e3df324cd9990ec212195497c8bfd50aaf448f629e7f",
         "tokenizer_config.json": "e3e9af1b9727322455c9bc080403593071a13f269477016db6c825030fda5397",
-        "model.safetensors": "b140b058c1776090c95524dfa5ca8371f34b21f39f83e99520bbe991d8edb336",
+        "model.safetensors": "fabd436b181965a9f3241dd1b046774bd690b9745721020d143ba528cb7e9812",
     },
     PUBLISHED: {
         "config.json": "c51da677252d985361366b5fd5b6d3ce3e2e983360dd5204581125940c4ff7b6",
@@ -40,15 +41,22 @@ DIGESTS = {
 # fmt: on
 
 
+def made(name: str) -> dict[str, bytes]:
+    """Every file of a stand-in that is small enough for memory."""
+    shape = model.shape_of(name)
+    rest = {"model.safetensors": b"".join(model.weights(shape))} if shape.weights else {}
+    return model.files(shape) | rest
+
+
 @pytest.fixture(name="tiny", scope="module")
 def _tiny() -> dict[str, bytes]:
-    return model.files(TINY)
+    return made(TINY)
 
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_every_byte_is_the_same_every_time(name: str) -> None:
-    made = {file: hashlib.sha256(data).hexdigest() for file, data in model.files(name).items()}
-    assert made == DIGESTS[name]
+    found = {file: hashlib.sha256(data).hexdigest() for file, data in made(name).items()}
+    assert found == DIGESTS[name]
 
 
 def _tensors(data: bytes) -> dict[str, Any]:
@@ -94,15 +102,15 @@ def test_only_whole_words_can_be_sampled(tiny: dict[str, bytes]) -> None:
 def test_the_router_does_not_see_the_constant_channel(tiny: dict[str, bytes]) -> None:
     data = tiny["model.safetensors"]
     assert set(_column_0(data, "model.layers.0.mlp.gate.weight")) == {model.ZERO}
-    assert set(_column_0(data, "model.embed_tokens.weight")) == {model.HALF}
+    assert set(_column_0(data, "model.embed_tokens.weight")) == {model.FOUR}
 
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_the_vocabulary_fills_the_embedding(name: str) -> None:
-    made = model.files(name)
-    tokenizer = json.loads(made["tokenizer.json"])
+    files = model.files(model.shape_of(name))
+    tokenizer = json.loads(files["tokenizer.json"])
     vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
-    assert len(vocab) + 1 == json.loads(made["config.json"])["vocab_size"]
+    assert len(vocab) + 1 == json.loads(files["config.json"])["vocab_size"]
     assert all(left in vocab and right in vocab and left + right in vocab for left, right in merges)
     assert sorted(vocab.values()) == list(range(len(vocab)))
     assert tokenizer["added_tokens"][0]["id"] == len(vocab)
@@ -155,7 +163,7 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys; from lanekit import model; model.files('tiny-qwen3-moe');"
+        "import sys; from lanekit import model; model.files(model.shape_of('tiny-qwen3-moe'));"
         "print([m for m in sys.modules if m.split('.')[0] in ('numpy', 'torch', 'transformers')])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -254,3 +262,53 @@ def test_half_a_tokenizer_does_not_pass(tmp_path: Path) -> None:
 def test_a_missing_directory_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a directory"):
         model.check(tmp_path / "none")
+
+
+RANDOM = "qwen3-moe-4layer-random"
+
+
+def small(name: str) -> model.Shape:
+    """The recipe of a big stand-in on a small one."""
+    return dataclasses.replace(
+        model.shape_of(name), layers=1, hidden=256, heads=2, kv_heads=1, experts=4, top_k=2,
+        moe_intermediate=128, vocab=600,
+    )  # fmt: skip
+
+
+def test_a_model_in_block_fp8_has_a_scale_for_every_block() -> None:
+    data = b"".join(model.weights(small(RANDOM)))
+    tensors = _tensors(data)
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    assert (tensors[name]["dtype"], tensors[name]["shape"]) == ("F8_E4M3", [256, 128])
+    scale = tensors[f"{name}_scale_inv"]
+    assert (scale["dtype"], scale["shape"]) == ("F32", [2, 1])
+    assert tensors["model.layers.0.mlp.gate.weight"]["dtype"] == "BF16"
+    quantized = {n for n, each in tensors.items() if each["dtype"] == "F8_E4M3"}
+    assert {f"{n}_scale_inv" for n in quantized} == {n for n in tensors if "scale" in n}
+    (size,) = struct.unpack("<Q", data[:8])
+    assert max(each["data_offsets"][1] for each in tensors.values()) == len(data) - 8 - size
+
+
+def _values(data: bytes, name: str) -> bytes:
+    (size,) = struct.unpack("<Q", data[:8])
+    begin, end = _tensors(data)[name]["data_offsets"]
+    return data[8 + size + begin : 8 + size + end]
+
+
+def test_fp8_matrices_neither_see_nor_change_the_constant_channel_and_hold_no_nan() -> None:
+    data = b"".join(model.weights(small(RANDOM)))
+    up = _values(data, "model.layers.0.mlp.experts.0.up_proj.weight")  # 128 rows of 256
+    down = _values(data, "model.layers.0.mlp.experts.0.down_proj.weight")  # 256 rows of 128
+    assert set(up[0::256]) == {0}
+    assert set(down[:128]) == {0}
+    rest = {value & 0x7F for value in up[1:256] + down[128:]}
+    assert rest == set(range(0x30, 0x40)), "magnitudes in [0.5, 2): neither zero nor NaN (0x7F)"
+
+
+def test_in_the_skewed_model_no_token_can_choose_the_upper_half() -> None:
+    gate = "model.layers.0.mlp.gate.weight"
+    even, skewed = (b"".join(model.weights(small(name))) for name in (RANDOM, f"{RANDOM}-skewed"))
+    assert _column_0(even, gate) == [model.ZERO] * 4
+    assert _column_0(skewed, gate) == [model.ZERO] * 2 + [model.NEVER] * 2
+    other = [n for n in _tensors(even) if n != gate and _values(even, n) != _values(skewed, n)]
+    assert other == []
