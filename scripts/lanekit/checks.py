@@ -51,13 +51,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a contract needs: lowest versions, and the values NCCL_GIN_TYPE may have."""
+    """What a contract needs; resources/doctor.toml says what each field means."""
 
     nccl: str = ""
     nvshmem: str = ""
     efa: str = ""
+    libfabric: str = ""
     gdrcopy: str = ""
-    gin: tuple[str, ...] = ()
+    params: bool = False
+    env: dict[str, tuple[str, ...]] = {}
 
 
 class Uniform(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -204,7 +206,11 @@ def fi_info(rule: Rule, case: Case, host: Capture) -> str:
     if count != case.profile.nics:
         others = ", ".join(f"{len(domains)} {f}" for (_, f), domains in sorted(found.items()))
         raise Failed(f"{count} domains of {fabric.provider}/{fabric.fabric}; offers {others or 0}")
-    return f"{count} domains of {fabric.provider}/{fabric.fabric}"
+    said = f"{count} domains of {fabric.provider}/{fabric.fabric}"
+    if least := floor(case).libfabric:
+        found_version = re.search(r"^libfabric: (\S+)", read(host, "libfabric"), re.M)
+        said += f", {_floor('libfabric', found_version[1] if found_version else '', least)}"
+    return said
 
 
 @_check
@@ -240,9 +246,11 @@ def params(rule: Rule, case: Case, host: Capture) -> str:
     text = read(host, "params")
     if "RegistryDwords:" not in text:
         raise ValueError(text)
-    if not re.search(r'RegistryDwords: ".*PeerMappingOverride=(0x)?1\b', text):
+    if re.search(r'RegistryDwords: ".*PeerMappingOverride=(0x)?1\b', text):
+        return "PeerMappingOverride=1"
+    if floor(case).params:
         raise Failed("RegistryDwords does not set PeerMappingOverride=1")
-    return "PeerMappingOverride=1"
+    return "PeerMappingOverride is not set; only GIN from the GPU needs it"
 
 
 @_check
@@ -435,11 +443,9 @@ def floors(rule: Rule, case: Case, host: Capture) -> str:
         if least and not held:
             raise Unknown(f"the plan pins no {name}")
         said += [_floor(name, version, least) for version in held if least]
-    gin = _plan_env(case).get("NCCL_GIN_TYPE", "")
-    if needs.gin and gin not in needs.gin:
-        raise Failed(
-            f"NCCL_GIN_TYPE={gin or '(unset)'}, but contract {plan.contract} is of another"
-        )
+    for name, values in needs.env.items():
+        if (value := _plan_env(case).get(name, "")) not in values:
+            raise Failed(f"{name}={value or '(unset)'}; {plan.contract} needs {values[-1]}")
     return ", ".join(said) or f"contract {plan.contract} needs none"
 
 

@@ -5,7 +5,7 @@ Written here after outputs in public threads and after this project's own runs; 
 
 from lanekit.capture import Capture, Text
 
-# nvidia-smi --query-gpu, as two H200 answered on 2026-11-30 (driver 580.159.04).
+# nvidia-smi --query-gpu: name, memory and driver of the H200 runs of 2026-11-30; 4 MiB assumed.
 GPU = "NVIDIA H200, 143771, 580.159.04, 4"
 # `Fabric` of `nvidia-smi -q`: NVIDIA/nccl#1672.
 FABRIC = """    Fabric

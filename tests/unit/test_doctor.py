@@ -54,7 +54,7 @@ def test_every_rule_has_its_function_and_every_probe_a_reader() -> None:
     assert set(checks.TABLE) == set(RULES.check)
     read = {name for rule in RULES.check.values() for name in rule.reads}
     assert read <= set(RULES.probe)
-    assert set(RULES.probe) - read == {"host", "cpus", "libfabric"}  # facts of a drop
+    assert set(RULES.probe) - read == {"host"}  # a fact of a drop
 
 
 def test_the_profile_says_which_checks_apply() -> None:
@@ -88,8 +88,6 @@ FAULTS = [
     ("gdrcopy", {"gdrdrv": "2.4"}, "gdrdrv 2.4, needs 2.5"),
     ("gdrcopy", {"gdrdrv": "none"}, "gdrdrv is not loaded"),
     ("gdrcopy", {"libgdrapi": "/usr/lib/libgdrapi.so.2.4"}, "libgdrapi 2.4, needs 2.5"),
-    ("params", {"params": 'RegistryDwords: ""'}, "does not set PeerMappingOverride"),
-    ("params", {"params": 'RegistryDwords: "PeerMappingOverride=0;"'}, "does not set"),
     ("kernel", {"kernel": "5.10.240-238.955.amzn2.x86_64"}, "kernel 5.10.* needs 5.12"),
     ("hugepages", {"memory": MEMORY.replace("Free:    21128", "Free:    0")}, "0 free of 2048 kB"),
     ("memlock", {"memlock": "65536"}, "limited to 65536 KiB"),
@@ -219,9 +217,33 @@ def test_the_plans_versions_are_held_to_the_contracts_floor(bare: machine.Machin
     gda = msgspec.structs.replace(made, contract="v2-efa-gda")
     assert "needs 2.31.2" in one("floors", case(P5, host(P5EN), plan=gda)).said
     new = msgspec.structs.replace(gda, pins={**made.pins, "nvidia-nccl-cu13": "2.31.2"})
-    assert "NCCL_GIN_TYPE=(unset)" in one("floors", case(P5, host(P5EN), plan=new)).said
+    found = one("floors", case(P5, host(P5EN), plan=new))
+    assert found.said == "NCCL_GIN_TYPE=(unset); v2-efa-gda needs 5"
     found = one("efa", case(P5, host(P5EN, efa="3.0.0g"), plan=new))
     assert found.said == "efa.ko 3.0.0g, needs 3.3.0 or later"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "said"),
+    [
+        ("params", {"params": 'RegistryDwords: ""'}, "does not set PeerMappingOverride"),
+        ("params", {"params": 'RegistryDwords: "PeerMappingOverride=0;"'}, "does not set"),
+        ("fi_info", {"libfabric": "libfabric: 2.4.0amzn3.0"}, "libfabric 2.4.0amzn3.0, needs 2.6"),
+        ("efa", {"efa": "3.0.0g"}, "efa.ko 3.0.0g, needs 3.3.0"),
+        ("gdrcopy", {"gdrdrv": "2.4"}, "gdrdrv 2.4, needs 2.5"),
+    ],
+)
+def test_gin_from_the_gpu_needs_more_of_a_host_than_other_contracts(
+    bare: machine.Machine, name: str, fault: dict[str, str], said: str
+) -> None:
+    made = made_plan(bare)
+    gda = msgspec.structs.replace(made, contract="v2-efa-gda")
+    found = one(name, case(P5, host(P5EN, "", **fault), plan=gda))
+    assert (found.outcome, found.stops) == ("failed", True)
+    assert said in found.said
+    dense = msgspec.structs.replace(made, contract="dense-efa")
+    assert one(name, case(P5, host(P5EN, "", **fault), plan=dense)).outcome == "met"
+    assert one(name, case(P5, host(P5EN), plan=gda)).outcome == "met"
 
 
 def test_ranks_must_have_the_same_token_budget_and_variables(bare: machine.Machine) -> None:
