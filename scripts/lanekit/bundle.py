@@ -267,8 +267,9 @@ def _uv(*arguments: str) -> None:
 
 
 def _copy_checkout(target: Path) -> None:
-    """The files that git knows, as they are now; past results and tests stay."""
-    ask = ["git", "-C", str(paths.ROOT), "ls-files", "-z", "--", ":!results/", ":!tests/"]
+    """The files that git knows, as they are now; past drops and tests stay. The published figures
+    go along: the report at the end of a run sets its rows beside them."""
+    ask = ["git", "-C", str(paths.ROOT), "ls-files", "-z", "--", ":!results/*/**", ":!tests/"]
     listed = subprocess.run(ask, capture_output=True, text=True, check=False)
     if listed.returncode:
         raise ConfigError("this is no git checkout", remedy="Make the bundle from a clone.")
