@@ -4,7 +4,7 @@
     guard.py expect NAME=VALUE...   record what a transport image promises its children
     guard.py check                  judge this image; exit 1 with every finding when it drifted
     guard.py contents               write what is inside, for tags, tables and the SBOM
-    guard.py env NAME...            a lane's variables: is each read by something shipped here?
+    guard.py env NAME[=READER]...   a lane's variables: is each read by something shipped here?
 
 Standard library only: it runs in every image, before and after any install. It reads files and
 /proc/self/maps and trusts no package's word about itself: torch reported 2.28.9 and pip 2.30.4
@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -39,7 +40,7 @@ STAMPS = {
     "nvshmem": re.compile(rb"NVSHMEM v(\d+\.\d+\.\d+)"),
 }
 ENTRY = re.compile(rb"nccl(?:Net|Gin)Plugin_v\d+")
-PREFIXES = ("NCCL_", "OFI_", "FI_", "NVSHMEM_", "EP_")
+READERS = Path(__file__).with_name("readers.toml")
 SKIPPED = {"proc", "sys", "dev", "run", "tmp", "tools", "locks", "src"}
 # What base images say about themselves, and a build step's own arguments: read by nobody.
 ABOUT_ITSELF = re.compile(r"\w+_(VERSION|SHA256|PROJECT|LOCK|URL|COMMIT|DIGEST|READS)")
@@ -317,35 +318,72 @@ def check_base(image: Image, paths: list[Path]) -> Iterator[Finding]:
                     yield Finding("base", f"{path} names {line}, which is not there", "Remove it.")
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A component that reads variables: readers.toml says where its files are."""
+
+    prefix: tuple[str, ...]
+    files: str = ""
+    package: str = ""
+    spelling: str = ""
+
+    def ships(self, path: Path) -> bool:
+        """Whether a file is one of the component's."""
+        if self.files and re.fullmatch(self.files, path.name):
+            return True
+        return bool(self.package) and self.package in path.parts and path.suffix != ".pyc"
+
+    def spellings(self, name: str) -> list[bytes]:
+        """How its files may hold a variable: whole, or as its library registers it."""
+        if not self.spelling or not name.startswith(self.prefix):
+            return [name.encode()]
+        rest = re.sub(self.spelling, "", name)
+        return [name.encode(), rest.encode(), rest.lower().encode()]
+
+
+def readers() -> dict[str, Reader]:
+    """Every component of readers.toml."""
+    fields = {"prefix", "files", "package", "spelling"}
+    found = tomllib.loads(READERS.read_text())["reader"]
+    return {
+        name: Reader(
+            **{k: tuple(v) if k == "prefix" else v for k, v in body.items() if k in fields}
+        )
+        for name, body in found.items()
+    }
+
+
 def check_env(image: Image, paths: list[Path]) -> Iterator[Finding]:
-    """Every exported transport variable is read by something shipped here.
+    """Every exported variable that a component's prefix claims is read by one that is shipped.
 
     OFI_NCCL_GIN_MAX_REQUESTS was exported by published recipes for months and read by nothing.
     """
-    names = sorted(n for n in image.env if n.startswith(PREFIXES) and not ABOUT_ITSELF.fullmatch(n))
-    readers = [path for path in paths if _may_read(path) and path.is_file()] if names else []
-    for name in names:
-        if not any(holds(path, _spellings(name, path)) for path in readers):
-            yield Finding(
-                "env", f"{name} is exported and nothing shipped here reads it", "Remove it."
-            )
+    known = readers()
+    for name in sorted(image.env):
+        mine = [reader for reader in known.values() if name.startswith(reader.prefix)]
+        if mine and not ABOUT_ITSELF.fullmatch(name):
+            yield from _unread(name, mine, paths)
 
 
-def _spellings(name: str, path: Path) -> list[bytes]:
-    """How a reader may spell a variable: whole, or as its library registers it.
+def check_lane(wanted: dict[str, str], paths: list[Path]) -> Iterator[Finding]:
+    """A lane's variables, each read by the component that the lane names; by any where it is mute.
 
-    libfabric has FI_EFA_X as `x` of provider efa; NVSHMEM has NVSHMEM_X as `X`.
+    wanted: variable -> component, or empty.
     """
-    if name.startswith("FI_") and "libfabric" in path.name:
-        return [name.encode(), re.sub(r"^FI_(EFA_)?", "", name).lower().encode()]
-    if name.startswith("NVSHMEM_") and "nvshmem" in path.name:
-        return [name.encode(), name.removeprefix("NVSHMEM_").encode()]
-    return [name.encode()]
+    known = readers()
+    for name, reader in sorted(wanted.items()):
+        if reader and reader not in known:
+            yield Finding("env", f"{name}: no component {reader}", f"Known: {', '.join(known)}.")
+        else:
+            yield from _unread(name, [known[reader]] if reader else list(known.values()), paths)
 
 
-def _may_read(path: Path) -> bool:
-    kin = r"libnccl.*\.so.*|libfabric\.so.*|.*nvshmem.*\.so.*|deep_ep_cpp.*|lane_evidence\.py"
-    return bool(re.fullmatch(kin, path.name)) or ("deep_ep" in path.parts and path.suffix != ".pyc")
+def _unread(name: str, mine: list[Reader], paths: list[Path]) -> Iterator[Finding]:
+    for reader in mine:
+        words = reader.spellings(name)
+        if any(holds(path, words) for path in paths if reader.ships(path) and path.is_file()):
+            return
+    yield Finding("env", f"{name} is exported and nothing shipped here reads it", "Remove it.")
 
 
 def check_maps(image: Image, paths: list[Path]) -> Iterator[Finding]:
@@ -480,12 +518,15 @@ def main(argv: list[str]) -> int:
         _load(words[0])
         print(*maps(), sep="\n")
         return 0
-    env = dict.fromkeys(words, "") if command == "env" else dict(os.environ)
-    image = Image(Path(os.environ.get("LANES_ROOT", "/")), expected(), env)
+    image = Image(Path(os.environ.get("LANES_ROOT", "/")), expected(), dict(os.environ))
     if command == "contents":
         _write("contents.json", contents(image))
         return 0
-    found = list(check_env(image, files(image))) if command == "env" else findings(image)
+    if command == "env":
+        wanted = {name: reader for name, _, reader in (word.partition("=") for word in words)}
+        found = list(check_lane(wanted, files(image)))
+    else:
+        found = findings(image)
     for finding in found:
         print(f"guard: {finding.rule}: {finding.what}\n  {finding.remedy}", file=sys.stderr)
     if not found:

@@ -222,13 +222,36 @@ def test_a_library_that_is_not_elf_is_an_error(tmp_path: Path) -> None:
         guard.dynamic(tmp_path / "x.so")
 
 
-def test_the_command_says_what_drifted_and_ends_with_1(tmp_path: Path) -> None:
-    """As a child image's last step runs it: a promise the image does not keep fails the build."""
+def asked(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`guard.py env`, as it asks an image about a lane's variables."""
     script = images.IMAGES / "guard" / "guard.py"
-    env = {"LANES_SHARE": str(tmp_path), "LANES_ROOT": str(tmp_path), "PATH": os.environ["PATH"]}
-    ran = subprocess.run(
-        [sys.executable, str(script), "env", "EP_NOBODY_ASKS"],
+    env = {"LANES_SHARE": str(root), "LANES_ROOT": str(root), "PATH": os.environ["PATH"]}
+    return subprocess.run(
+        [sys.executable, str(script), "env", *words],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+def test_the_command_says_what_drifted_and_ends_with_1(tmp_path: Path) -> None:
+    """As a child image's last step runs it: a promise the image does not keep fails the build."""
+    ran = asked(tmp_path, "EP_NOBODY_ASKS")
     assert ran.returncode == 1
     assert "EP_NOBODY_ASKS is exported and nothing shipped here reads it" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("NCCL_DEBUG=nccl", ""),
+        ("EP_NUM_COMMS=deepep-v2", ""),
+        ("EP_NUM_COMMS=nccl", "EP_NUM_COMMS is exported and nothing"),  # not the one it names
+        ("FI_EFA_USE_DEVICE_RDMA=libfabric", ""),
+        ("NCCL_DEBUG=ncll", "NCCL_DEBUG: no component ncll"),
+    ],
+)
+def test_a_lanes_variable_is_read_by_the_component_it_names(
+    clean: Path, word: str, said: str
+) -> None:
+    ran = asked(clean, word)
+    assert ran.returncode == (1 if said else 0)
+    assert said in ran.stderr
