@@ -53,7 +53,7 @@ def _of(name: str, profile: str) -> list[str]:
             f"lane {name} has no setting for profile {profile}",
             remedy=f"It runs on: {', '.join(lane.profiles)}.",
         )
-    return [lane.profiles[profile].image or lane.image or name, "aiperf"]
+    return [spec.image(lane, lane.profiles[profile].arm, profile), "aiperf"]
 
 
 def _build(names: list[str], stack: str, *, plan: bool) -> int:

@@ -7,6 +7,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 LANES: Final = ROOT / "lanes"
 PROFILES: Final = LANES / "profiles"
 CONTRACTS: Final = LANES / "contracts"
+VARIABLES: Final = LANES / "variables.toml"
 LOCKS: Final = ROOT / "locks"
 RESULTS: Final = ROOT / "results"
 EVIDENCE: Final = ROOT / "scripts" / "evidence"

@@ -16,7 +16,18 @@ from typing import Any, Final
 import msgspec
 import yaml
 
-from lanekit import answers, contract, hosts, images, machine, patches, paths, reference, spec
+from lanekit import (
+    answers,
+    contract,
+    hosts,
+    images,
+    machine,
+    patches,
+    paths,
+    reference,
+    spec,
+    variables,
+)
 from lanekit.errors import ConfigError
 from lanekit.plan import (
     INHERITED,
@@ -90,6 +101,16 @@ class Choice(msgspec.Struct, frozen=True):
         return self.lane.profiles[self.profile.name]
 
     @property
+    def contract(self) -> str:
+        """What its log must prove."""
+        return self.lane.arms[self.arm].contracts[self.profile.name]
+
+    @property
+    def stack(self) -> str:
+        """The set of pins that its engine comes from."""
+        return self.lane.arms[self.arm].stack or self.lane.stack
+
+    @property
     def url(self) -> str:
         """Where the server answers, on the leader."""
         return f"http://127.0.0.1:{self.ports[SERVER]}"
@@ -100,17 +121,19 @@ class Choice(msgspec.Struct, frozen=True):
         return paths.LANES / self.lane.name / "serve.yaml"
 
     def role(self, host: Host) -> spec.Role:
-        """What the host's role changes; nothing where there is one host."""
-        return self.lane.roles.get(host.role, NO_ROLE) if len(self.hosts) > 1 else NO_ROLE
+        """What the host's role changes; one host alone runs a leader's services, and no more."""
+        found = self.lane.roles.get(host.role, NO_ROLE)
+        return found if len(self.hosts) > 1 else spec.Role(services=found.services)
 
     def env(self, host: Host) -> dict[str, str]:
-        """Variables of every service: its interface, the profile's, the arm's, the role's, then
-        those given by ENV=."""
+        """Variables of every service: its interface, the transport's, the profile's, the arm's,
+        the role's, then those given by ENV=."""
         sockets = {"NCCL_SOCKET_IFNAME": host.interface, "GLOO_SOCKET_IFNAME": host.interface}
         role = self.role(host).env
         filled = {k: _filled(self.serve, v, self.values(host)) for k, v in role.items()}
         return {
             **(sockets if host.interface else {}),
+            **variables.of(self.contract, self.profile.name),
             **self.setting.env,
             **self.lane.arms[self.arm].env,
             **filled,
@@ -156,16 +179,15 @@ def make(options: Options, here: machine.Machine) -> Plan:
     _require_sound(options)
     chosen = choose(options, here)
     lane, profile = chosen.lane, chosen.profile
-    name = spec.arm(lane, chosen.arm, profile.name).contracts[profile.name]
     batch = lane.workload.driver == "batch"
     wanted_patches = lane.arms[chosen.arm].patches
-    wanted = spec.cells(lane, options.cells)
+    wanted = spec.cells(lane, chosen.arm, options.cells)
     return Plan(
         lane=lane.name,
         arm=chosen.arm,
         profile=profile.name,
         profile_why=chosen.why,
-        stack=lane.stack,
+        stack=chosen.stack,
         launcher=chosen.launcher,
         engine=lane.engine,
         driver=lane.workload.driver,
@@ -173,8 +195,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
         hosts_why=chosen.hosts_why,
         ranks=profile.ranks,
         comparable=profile.comparable,
-        contract=name,
-        contract_sha256=contract.digest(name),
+        contract=chosen.contract,
+        contract_sha256=contract.digest(chosen.contract),
         model=chosen.model,
         url=chosen.url,
         port=chosen.ports[SERVER],
@@ -224,9 +246,9 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     profile, why = _profile(options, lane, here)
     setting = lane.profiles[profile.name]
     arm = options.arm or setting.arm
-    spec.arm(lane, arm, profile.name)
+    declared = spec.arm(lane, arm, profile.name)
     drop = _drop(options, f"{profile.name}-{lane.name}-{arm}")
-    names = {SERVER: setting.image or lane.image or lane.name, AIPERF: AIPERF}
+    names = {SERVER: spec.image(lane, arm, profile.name), AIPERF: AIPERF}
     if lane.workload.driver != "aiperf":
         del names[AIPERF]
     containers = None
@@ -234,7 +256,8 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
     if launcher != "process":
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
-        held = {n: _image(i, lane.stack, options, fleet[0]) for n, i in names.items()}
+        stack = declared.stack or lane.stack
+        held = {n: _image(i, stack, options, fleet[0]) for n, i in names.items()}
         containers = _containers(held, profile, here, drop)
     else:
         environments = {SERVER: _environment(setting.environment, options.server_python)}
@@ -434,9 +457,7 @@ def _command(
     path: Path, command: str, values: Mapping[str, str], role: spec.Role
 ) -> tuple[str, ...]:
     """A service's command in a role: the role's own, or serve.yaml's."""
-    if role.command:
-        return tuple(_filled(path, word, values) for word in role.command)
-    return _words(path, command, values)
+    return _words(path, shlex.join(role.command) if role.command else command, values)
 
 
 def _words(path: Path, command: str, values: Mapping[str, str]) -> tuple[str, ...]:
@@ -480,6 +501,7 @@ def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
     GPU telemetry and server metrics are off: they are traffic beside the measured one.
     """
     load, folder = chosen.lane.workload, f"aiperf/{name}"
+    isl, osl = cell.isl or load.isl, cell.osl or load.osl
     arm = chosen.lane.arms[chosen.arm]
     command = (
         str(Path(chosen.environments[AIPERF].python).with_name("aiperf")), "profile",
@@ -490,9 +512,9 @@ def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
         "--streaming",
         "--concurrency", str(cell.concurrency),
         "--request-count", str(cell.requests),
-        "--synthetic-input-tokens-mean", str(load.isl),
+        "--synthetic-input-tokens-mean", str(isl),
         "--synthetic-input-tokens-stddev", "0",
-        "--output-tokens-mean", str(load.osl),
+        "--output-tokens-mean", str(osl),
         "--extra-inputs", "ignore_eos:true",
         "--random-seed", str(load.seed),
         "--no-gpu-telemetry", "--no-server-metrics",
@@ -508,8 +530,8 @@ def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
         deadline_s=cell.deadline_s,
         concurrency=cell.concurrency,
         requests=cell.requests,
-        isl=load.isl,
-        osl=load.osl,
+        isl=isl,
+        osl=osl,
     )
 
 

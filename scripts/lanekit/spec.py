@@ -50,11 +50,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A load point: AIPerf's, or the arguments of a batch program.
 
-    deadline_s: AIPerf can wait for ever, so a cell ends by this many seconds.
+    isl, osl: tokens in and out of every request, where they are not the workload's. deadline_s:
+    AIPerf can wait for ever, so a cell ends by this many seconds.
     """
 
     concurrency: int = 0
     requests: int = 0
+    isl: int = 0
+    osl: int = 0
     args: tuple[str, ...] = ()
     deadline_s: float = 1800.0
 
@@ -62,10 +65,12 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a sweep does: `aiperf` loads a server, `batch` runs serve.yaml's program once a cell.
 
-    isl, osl: synthetic tokens in and out of every AIPerf request.
+    sweep: the cells of a run, where neither the arm nor CELLS= says; every one when empty. isl,
+    osl: synthetic tokens in and out of every AIPerf request.
     """
 
     cells: dict[str, Cell]
+    sweep: tuple[str, ...] = ()
     driver: Literal["aiperf", "batch"] = "aiperf"
     isl: int = 0
     osl: int = 0
@@ -94,18 +99,22 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named variant of a lane.
 
     contracts: profile name -> contract name; its keys are the profiles the arm fits.
-    args: appended to the engine's command. env: variable -> value, each read by the component
-    that `reads` names. warmup: AIPerf requests before each cell that no figure counts. prefill:
-    prompt lengths in tokens, each sent once before the first cell, for an engine that compiles a
-    kernel for each. patches: our series (folders of patches/) that the engine must hold. reference:
-    the arm whose answers these must equal; empty for an arm that is one itself.
+    args: appended to the engine's command. env: variable -> value, over those of the contract's
+    transport (lanes/variables.toml) and the profile. cells: its sweep, where it is not the lane's.
+    image, stack: what holds its engine, where it is not the profile's or the lane's. warmup: AIPerf
+    requests before each cell that no figure counts. prefill: prompt lengths in tokens, each sent
+    once before the first cell, for an engine that compiles a kernel for each. patches: our series
+    (folders of patches/) that the engine must hold. reference: the arm whose answers these must
+    equal; empty for an arm that is one itself.
     """
 
     title: str
     contracts: dict[str, str]
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
-    reads: dict[str, str] = {}
+    cells: tuple[str, ...] = ()
+    image: str = ""
+    stack: str = ""
     warmup: int = 0
     prefill: tuple[int, ...] = ()
     patches: tuple[str, ...] = ()
@@ -116,11 +125,14 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What differs on a profile: the default arm, the model, extra arguments and variables.
 
-    environment: the lock in locks/ that holds the engine; empty where an image holds it.
-    image: the image of the graph that holds the engine; the lane's when empty.
+    like: another profile's setting that this one begins with: its arguments come first, its other
+    values count where this one says nothing. environment: the lock in locks/ that holds the engine;
+    empty where an image holds it. image: the image of the graph that holds the engine; the lane's
+    when empty.
     """
 
-    arm: str
+    arm: str = ""
+    like: str = ""
     model: Model | None = None
     environment: str = ""
     image: str = ""
@@ -147,6 +159,8 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     image: the image of the graph that holds the engine. ports: names of the free ports of the
     leader that the engine needs beside the server's; `rpc` is `${LANE_PORT_RPC}` in serve.yaml.
+    reads: variable that serve.yaml, a profile, a role or an arm sets -> the component that reads it
+    (images/guard/readers.toml). dropped: variable of the published recipe -> why it is not set.
     """
 
     name: str
@@ -161,6 +175,8 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ready_s: float = 1200.0
     ports: tuple[str, ...] = ()
     roles: dict[Literal["leader", "worker"], Role] = {}
+    reads: dict[str, str] = {}
+    dropped: dict[str, str] = {}
 
 
 def profile(name: str) -> Profile:
@@ -200,11 +216,40 @@ def lane_names() -> list[str]:
     return sorted(path.parent.name for path in paths.LANES.glob("*/lane.toml"))
 
 
+def settled(found: Lane) -> Lane:
+    """A lane whose settings are whole: what `like` names is filled in.
+
+    Raises:
+        ConfigError: a setting is like one that is not there or is itself like another.
+    """
+    plain = {name: each for name, each in found.profiles.items() if not each.like}
+    for name, own in found.profiles.items():
+        if own.like:
+            _require(own.like, plain, what="setting", option=f"lane {found.name}, {name}, like")
+    whole = {name: _over(plain.get(own.like), own) for name, own in found.profiles.items()}
+    return msgspec.structs.replace(found, profiles=whole)
+
+
+def _over(base: Setting | None, own: Setting) -> Setting:
+    if base is None:
+        return own
+    return Setting(
+        arm=own.arm or base.arm,
+        model=own.model or base.model,
+        environment=own.environment or base.environment,
+        image=own.image or base.image,
+        args=(*base.args, *own.args),
+        env={**base.env, **own.env},
+    )
+
+
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 def checked(found: Lane) -> Lane:
-    """A lane whose names refer to arms and profiles that exist, and can be folders of a drop."""
+    """A lane whose settings are whole, and whose names refer to what exists and can be folders of
+    a drop."""
+    found = settled(found)
     for name in (found.name, *found.arms, *found.workload.cells, *found.ports):
         if not NAME.fullmatch(name):
             raise ConfigError(
@@ -223,6 +268,8 @@ def checked(found: Lane) -> Lane:
     for arm in found.arms.values():
         if arm.reference:
             _require(arm.reference, found.arms, what="arm", option=f"lane {found.name}, reference")
+        for each in (*arm.cells, *found.workload.sweep):
+            _require(each, found.workload.cells, what="cell", option=f"lane {found.name}, cells")
         for where in arm.contracts:
             _require(where, found.profiles, what="profile", option=f"lane {found.name}, contracts")
         for where in arm.known_failing.profiles if arm.known_failing else ():
@@ -251,11 +298,22 @@ def arm(found: Lane, name: str, where: str) -> Arm:
     return chosen
 
 
-def cells(found: Lane, names: Iterable[str]) -> dict[str, Cell]:
-    """The chosen load points, in the order of the lane file; all of them when none is named."""
+def image(found: Lane, arm: str, where: str) -> str:
+    """The image of the graph that holds an arm's engine on a profile."""
+    return found.arms[arm].image or found.profiles[where].image or found.image or found.name
+
+
+def cells(found: Lane, arm: str, names: Iterable[str] = ()) -> dict[str, Cell]:
+    """The chosen load points, in the order of the lane file: those named, else the arm's sweep,
+    else the lane's, else all of them.
+
+    Raises:
+        ConfigError: no cell of that name.
+    """
     wanted = list(names)
     for name in wanted:
         _require(name, found.workload.cells, what="cell", option="CELLS")
+    wanted = wanted or list(found.arms[arm].cells or found.workload.sweep)
     return {n: c for n, c in found.workload.cells.items() if not wanted or n in wanted}
 
 

@@ -26,13 +26,20 @@ def test_every_lane_decodes_and_its_default_arms_fit() -> None:
             assert spec.contract_path(chosen.contracts[where]).is_file()
 
 
+VLLM = spec.lane("vllm")
+
+
 @pytest.mark.parametrize(
     ("call", "option", "valid"),
     [
         (lambda: spec.profile("p5"), "PROFILE: no profile named 'p5'", "p5en-x2"),
         (lambda: spec.lane("vlm"), "LANE: no lane named 'vlm'", "vllm"),
         (lambda: spec.arm(spec.lane("vllm"), "flor", "cpu"), "ARM: no arm named 'flor'", "floor"),
-        (lambda: spec.cells(spec.lane("vllm"), ["c5"]), "CELLS: no cell named 'c5'", "c4, c8, c32"),
+        (
+            lambda: spec.cells(spec.lane("vllm"), "floor", ["c5"]),
+            "CELLS: no cell named 'c5'",
+            "c4, c8, c32",
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(
@@ -115,3 +122,34 @@ def test_ranks_that_do_not_follow_from_hosts_and_gpus_are_refused(
     monkeypatch.setattr(paths, "PROFILES", tmp_path)
     with pytest.raises(ConfigError, match="ranks = 15, but 2 hosts x 8 GPUs"):
         spec.profile("p5en-x2")
+
+
+def test_a_setting_may_begin_like_another_and_only_like_a_plain_one() -> None:
+    def decode(text: str) -> spec.Lane:
+        return spec.settled(toml.decode(text.encode(), spec.Lane, where="lane"))
+
+    found = decode(LANE).profiles["h200x2"]
+    assert (found.arm, found.environment) == ("epnc1", "vllm-cu130")
+    assert "--max-model-len=4096" in found.args
+    assert found.env["VLLM_USE_DEEP_GEMM"] == "0"
+    with pytest.raises(ConfigError, match="no setting named 'h200x3'"):
+        decode(LANE.replace('like = "h200x1"', 'like = "h200x3"'))
+    with pytest.raises(ConfigError, match="no setting named 'p5-x2'"):
+        decode(
+            LANE.replace(
+                '[profiles.p6-b200-x2]\nlike = "p5en-x2"', '[profiles.p6-b200-x2]\nlike = "p5-x2"'
+            )
+        )
+
+
+def test_cells_that_an_arm_or_a_sweep_names_must_be_there() -> None:
+    def decode(old: str, new: str) -> spec.Lane:
+        assert old in LANE
+        return spec.checked(
+            toml.decode(LANE.replace(old, new, 1).encode(), spec.Lane, where="lane")
+        )
+
+    with pytest.raises(ConfigError, match="no cell named 'c9'"):
+        decode('sweep = ["c4"', 'sweep = ["c9"')
+    with pytest.raises(ConfigError, match="no cell named 'c9'"):
+        decode('cells = ["c4"', 'cells = ["c9"')
