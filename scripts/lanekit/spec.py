@@ -266,16 +266,21 @@ def checked(found: Lane) -> Lane:
         _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
         _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")
     for arm in found.arms.values():
-        if arm.reference:
-            _require(arm.reference, found.arms, what="arm", option=f"lane {found.name}, reference")
-        for each in (*arm.cells, *found.workload.sweep):
-            _require(each, found.workload.cells, what="cell", option=f"lane {found.name}, cells")
-        for where in arm.contracts:
-            _require(where, found.profiles, what="profile", option=f"lane {found.name}, contracts")
-        for where in arm.known_failing.profiles if arm.known_failing else ():
-            option = f"lane {found.name}, known_failing"
-            _require(where, arm.contracts, what="profile", option=option)
+        _check_arm(found, arm)
     return found
+
+
+def _check_arm(found: Lane, arm: Arm) -> None:
+    """Refuse an arm that names another arm, a cell or a profile that is not there."""
+    where = f"lane {found.name}"
+    if arm.reference:
+        _require(arm.reference, found.arms, what="arm", option=f"{where}, reference")
+    for cell in (*arm.cells, *found.workload.sweep):
+        _require(cell, found.workload.cells, what="cell", option=f"{where}, cells")
+    for profile in arm.contracts:
+        _require(profile, found.profiles, what="profile", option=f"{where}, contracts")
+    for profile in arm.known_failing.profiles if arm.known_failing else ():
+        _require(profile, arm.contracts, what="profile", option=f"{where}, known_failing")
 
 
 def arm(found: Lane, name: str, where: str) -> Arm:

@@ -1,0 +1,155 @@
+"""Every lane and arm on every profile: planned where it fits, refused with the reason elsewhere.
+
+Whatever lane, arm or profile is added is covered: all of it comes from the files.
+"""
+
+import itertools
+import re
+
+import pytest
+
+from lanekit import contract, images, machine, plan, planning, spec, variables
+from lanekit.errors import ConfigError
+
+LANES = {name: spec.lane(name) for name in spec.lane_names()}
+ALL = [
+    (lane, arm, profile)
+    for lane, found in LANES.items()
+    for arm, profile in itertools.product(found.arms, spec.profile_names())
+]
+FITS = [(lane, arm, where) for lane, arm, where in ALL if where in LANES[lane].arms[arm].contracts]
+REST = [row for row in ALL if row not in FITS]
+NOWHERE = machine.Machine(
+    host="here", kernel="6.1", cpus=2, memory_mib=24000, gpus=(), gpu_processes=(), nics=(),
+    gdrdrv="", fi_info="",
+)  # fmt: skip
+
+
+def made(lane: str, arm: str, profile: str, **more: object) -> plan.Plan:
+    """The plan of a row, as `PLAN=1` prints it: it needs neither hosts nor images."""
+    options = planning.Options(lane=lane, arm=arm, profile=profile, start=False, **more)  # type: ignore[arg-type]
+    return planning.make(options, NOWHERE)
+
+
+def commands(found: plan.Plan) -> list[tuple[str, ...]]:
+    """Every command of a plan, of services and cells, on every host."""
+    workers = (worker.command for cell in found.cells.values() for worker in cell.workers)
+    cells = (cell.command for cell in found.cells.values())
+    return [*(service.command for service in found.services), *cells, *workers]
+
+
+def given(found: plan.Plan) -> dict[str, str]:
+    """Every variable that something of a plan's engine is given."""
+    parts = [service.env for service in found.services]
+    if found.driver == "batch":
+        parts += [cell.env for cell in found.cells.values()]
+        parts += [worker.env for cell in found.cells.values() for worker in cell.workers]
+    return {name: value for part in parts for name, value in part.items()}
+
+
+@pytest.mark.parametrize(("lane", "arm", "profile"), FITS)
+def test_an_arm_is_planned_wherever_it_fits(lane: str, arm: str, profile: str) -> None:
+    found, fleet = made(lane, arm, profile), spec.profile(profile)
+    assert found.contract == LANES[lane].arms[arm].contracts[profile]
+    assert spec.contract_path(found.contract).is_file()
+    assert found.cells
+    assert not [word for command in commands(found) for word in command if re.search(r"\$\{", word)]
+    assert plan.render(found)
+    busy = {host.name for host in found.hosts}
+    assert len(busy) == fleet.hosts
+    assert sum(host.ranks for host in found.hosts) == found.ranks == fleet.ranks
+    assert LANES[lane].workload.driver == "batch" or found.services
+
+
+@pytest.mark.parametrize(("lane", "arm", "profile"), REST)
+def test_an_arm_is_refused_elsewhere_and_the_reason_names_what_fits(
+    lane: str, arm: str, profile: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(lane, arm, profile)
+    assert "does not run on profile" in caught.value.message or "no setting" in caught.value.message
+    fits = [name for _, other, name in FITS if other == arm] or list(LANES[lane].profiles)
+    told = f"{caught.value.message} {caught.value.remedy}"
+    assert any(name in told for name in fits)
+
+
+@pytest.mark.parametrize(("lane", "arm", "profile"), FITS)
+def test_every_variable_of_an_arm_has_a_reader_that_its_image_brings(
+    lane: str, arm: str, profile: str
+) -> None:
+    image = spec.image(LANES[lane], arm, profile)
+    faults = list(variables.faults(LANES[lane], image, given(made(lane, arm, profile))))
+    assert faults == []
+
+
+def test_no_reader_is_stated_for_a_variable_that_nobody_sets() -> None:
+    seen: dict[str, set[str]] = {name: set() for name in LANES}
+    for lane, arm, profile in FITS:
+        seen[lane] |= set(given(made(lane, arm, profile)))
+    # What HOSTS= adds for a host whose interface it names.
+    seen["vllm"] |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert list(variables.unused(LANES, seen)) == []
+
+
+def test_a_fleet_of_several_hosts_shows_what_each_of_them_runs() -> None:
+    found = made("vllm", "epnc8", "p5en-x2")
+    roles = [(service.name, service.host) for service in found.services]
+    assert roles == [("server", "host-1"), ("worker", "host-2")]
+    server, worker = (service.command for service in found.services)
+    assert "--headless" in worker
+    assert "--data-parallel-start-rank=8" in worker
+    assert [w for w in server if w.startswith("--data-parallel-address")] == [
+        w for w in worker if w.startswith("--data-parallel-address")
+    ]
+    assert "--headless" not in server
+    assert "worker" not in [s.name for s in made("vllm", "epnc1", "h200x2").services]
+
+
+def test_every_transport_of_an_arm_on_efa_sets_what_its_fabric_needs() -> None:
+    for lane, arm, profile in FITS:
+        fabric = spec.profile(profile).fabric
+        if fabric.kind == "efa":
+            name = LANES[lane].arms[arm].contracts[profile]
+            env = variables.of(name, profile)
+            assert env.get("FI_PROVIDER") == fabric.provider, f"{lane}/{arm}: {name}"
+
+
+def test_the_settings_of_a_transport_follow_profile_and_likeness() -> None:
+    p5en = variables.of("v2-efa-proxy", "p5en-x2")
+    assert (p5en["NCCL_NET"], p5en["EP_EFA_MAX_QPS"]) == ("Libfabric", "2")
+    assert "EP_EFA_MAX_QPS" not in variables.of("v2-efa-proxy", "p5-x2")
+    assert variables.of("v2-efa-gda", "p5en-x2")["NCCL_GIN_TYPE"] == "5"
+    assert variables.of("no-such-contract", "cpu") == {}
+
+
+def test_every_transport_is_the_name_of_a_contract_and_every_image_one_of_the_graph() -> None:
+    for name in variables.load().transport:
+        assert contract.digest(name)
+    known = {*images.targets(), *images.parents().values()}
+    for name, reader in variables.readers().items():
+        assert set(reader.image) <= known, name
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"OFI_NCCL_GIN_MAX_REQUESTS": "512"}, "is set and stands under `dropped`"),
+        ({"NCCL_NOBODY": "1"}, "nobody is stated to read it"),
+        ({"EP_NUM_COMMS": "8"}, "read by deepep-v2, which image vllm-v1 does not bring"),
+        ({"NVSHMEM_DEBUG": "INFO", "NCCL_DEBUG": "INFO"}, ""),
+    ],
+)
+def test_a_variable_nobody_reads_is_found(env: dict[str, str], said: str) -> None:
+    faults = list(variables.faults(LANES["vllm"], "vllm-v1", env))
+    assert [said in fault for fault in faults] == ([True] if said else [])
+
+
+def test_an_arm_may_sweep_other_cells_than_the_lane() -> None:
+    lane = LANES["vllm"]
+    assert list(spec.cells(lane, "epnc1")) == ["c4", "c8", "c32"]
+    assert "decode-c32" in spec.cells(lane, "v1-ll")
+    assert list(spec.cells(lane, "v1-ll", ["c8"])) == ["c8"]
+    cell = made("vllm", "v1-ll", "p5en-x2", cells=("prefill-c4",)).cells["prefill-c4"]
+    assert (cell.isl, cell.osl, cell.requests) == (2048, 128, 64)
+    at = cell.command.index("--synthetic-input-tokens-mean")
+    assert cell.command[at + 1] == "2048"
