@@ -74,7 +74,7 @@ def _require_declared(name: Name) -> None:
         raise ConfigError(
             f"ROW: lane {name.lane} has no arm '{name.arm}'", remedy=f"Known: {known}."
         )
-    spec.cells(found, [name.cell])
+    spec.cells(found, name.arm, [name.cell])
 
 
 def run(args: argparse.Namespace, options: planning.Options) -> int:
