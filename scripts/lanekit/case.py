@@ -96,6 +96,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         requests=_total(loads, asked=_asked(plan)),
         engine_version=_version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
+        versions=_versions(plan),
     )
     checks += loading.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
@@ -167,7 +168,7 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
         if path in files.values():
             raise Unreadable(f"{path}: stands for more than one cell", remedy="Run the lane again.")
         files[cell] = path
-    facts = Facts(profile=profile, requests=None, batch=True)
+    facts = Facts(profile, None, _version(plan), versions=_versions(plan), batch=True)
     checks = [*checks, _all_cells(manifest)]
     if trains:
         return _trained(subject, facts, files, checks)
@@ -391,7 +392,8 @@ def judged(
     """Read the logs, judge them by the subject's contract, and decide. run: the times of ours."""
     found = contract.load(subject.contract)
     _fits(found, facts.profile)
-    rules = contract.bound(found, served=facts.requests is not None and not facts.batch)
+    served = facts.requests is not None and not facts.batch
+    rules = contract.bound(found, served=served, batch=facts.batch)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
@@ -492,10 +494,29 @@ def _tokens(plan: Mapping[str, Any]) -> int | None:
 
 
 def _version(plan: Mapping[str, Any]) -> str | None:
-    """The engine's pinned version; its CPU build has a name of its own."""
+    """The engine's pinned version; its CPU build, or its distribution, has a name of its own."""
     engine = str(plan.get("engine"))
-    found = _at(plan, "pins", engine) or _at(plan, "pins", f"{engine}-cpu")
-    return _text(found)
+    names = (engine, f"{engine}-cpu", *DISTRIBUTIONS.get(engine, ()))
+    return next((x for name in names if (x := _text(_at(plan, "pins", name)))), None)
+
+
+# What an engine, or a library that the evidence hook reads, is installed as.
+DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "trtllm": ("tensorrt-llm",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+    "deep_ep": ("deep-ep", "sgl-deep-ep"),
+}
+
+
+def _versions(plan: Mapping[str, Any]) -> dict[str, str]:
+    """What the plan pins of the libraries that the evidence hook reads."""
+    return {
+        name: version
+        for name in ("nccl", "nvshmem", "deep_ep")
+        for distribution in DISTRIBUTIONS[name]
+        if (version := _text(_at(plan, "pins", distribution)))
+    }
 
 
 def _at(thing: Any, *path: str) -> Any:

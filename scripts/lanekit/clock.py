@@ -30,13 +30,11 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def window(head: bytes, tail: bytes, near: Moment) -> Window | None:
-    """The window of a log from its first and last bytes; a year that is not stated is the one
-    that comes nearest to `near`. None when its lines state no time."""
-    for form in _FORMS:
-        first = next(_moments(form, head, near), None)
-        if first is not None:
-            return Window(first, max(_moments(form, tail, near), default=None))
-    return None
+    """The window of a log from its first and last bytes, in whatever forms its lines state times; a
+    year that is not stated is the one that comes nearest to `near`. None when none states one."""
+    firsts = [x for form in _FORMS if (x := next(_moments(form, head, near), None)) is not None]
+    lasts = (moment for form in _FORMS for moment in _moments(form, tail, near))
+    return Window(min(firsts), max(lasts, default=None)) if firsts else None
 
 
 def _moments(form: re.Pattern[bytes], data: bytes, near: Moment) -> Iterator[Moment]:

@@ -32,8 +32,9 @@ Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
 
 _VARIABLES: Final = frozenset(
-    ("ranks", "nics", "provider", "fabric", "engine_version", "served_name")
-)
+    ("ranks", "nics", "provider", "fabric", "engine_version", "served_name", "nccl", "nvshmem",
+     "deep_ep")
+)  # fmt: skip
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,10 +43,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     literal: text that every matching line holds; the scanner looks for it first. pattern: a
     regular expression whose named groups are captured; `host`, `local`, `pid` and `rank` name the
     rank, the others are values. expect: group -> the only allowed value or values; `$name` is
-    taken from the profile or the plan. sensor: text that shows the log would have held the line
-    had it happened: with it, no evidence refutes; without it, no evidence is "could not check".
-    watched: the line is the evidence hook's, so its absence counts only where the hook stood in
-    every rank's process, as its `armed` and construction lines say.
+    taken from the profile or the plan. sensor: what would have written the line had it happened:
+    where it was there, no evidence refutes; where it was not, no evidence is "could not check".
+    nccl: any INFO line of NCCL's. hook: the evidence hook in every rank's process, as its `armed`
+    and construction lines say.
     source: where upstream prints it. versions: what the pattern was read from.
     """
 
@@ -58,31 +59,31 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remedy: str
     expect: dict[str, str | tuple[str, ...]] = {}
     phase: Phase = "any"
-    sensor: str = ""
-    watched: bool = False
+    sensor: Literal["", "nccl", "hook"] = ""
     note: str = ""
 
 
 class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What must be seen for a buffer on a fabric.
 
-    fabric: the kind of profile it judges. engine: the engine whose lines it reads; empty for any.
-    required, noted: rules by id; a noted rule is shown and never decides. served: rules required
-    only of a server that was loaded with a known number of requests, since the same buffer is also
-    judged where a program of its own built it. unproven: what these logs cannot show, printed with
-    every verdict.
+    fabric: the kind of profile it judges. extends: another contract, whose fabric, required rules
+    and unproven it has as well: the same buffer under another engine. required, noted: rules by id;
+    a noted rule is shown and never decides. served: rules required only of a server that was loaded
+    with a known number of requests; batch: only of a program that was run once a cell. unproven:
+    what these logs cannot show, printed with every verdict.
     """
 
     name: str
     version: int
     title: str
-    fabric: Literal["efa", "nvlink", "none"]
     proves: str
-    unproven: tuple[str, ...]
-    required: tuple[str, ...]
+    unproven: tuple[str, ...] = ()
+    fabric: Literal["efa", "nvlink", "none", ""] = ""
+    extends: str = ""
+    required: tuple[str, ...] = ()
     served: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
     noted: tuple[str, ...] = ()
-    engine: str = ""
 
 
 class Bound(msgspec.Struct, frozen=True):
@@ -176,48 +177,70 @@ def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
     if name not in names(folder):
         known = ", ".join(names(folder)) or "none"
         raise ConfigError(f"no contract named '{name}'", remedy=f"Known contracts: {known}.")
-    found = toml.load(folder / f"{name}.toml", Contract)
+    found = _extended(toml.load(folder / f"{name}.toml", Contract), folder)
     library = rules(folder)
-    missing = [
-        rule for rule in (*found.required, *found.served, *found.noted) if rule not in library
-    ]
+    used = (*found.required, *found.served, *found.batch, *found.noted)
+    missing = [rule for rule in used if rule not in library]
     if missing:
         raise ConfigError(
             f"contract {name}: no rule named '{missing[0]}'",
             remedy=f"Known rules: {', '.join(library)}.",
         )
-    if found.name != name or not found.required:
+    if found.name != name or not found.required or not found.fabric:
         raise ConfigError(
-            f"contract {name}: it must be named as its file is and require at least one rule",
+            f"contract {name}: it must be named as its file is, have a fabric, and require at "
+            "least one rule",
             remedy="A contract that requires nothing would pass anything.",
         )
     return found
 
 
+def _extended(found: Contract, folder: Path) -> Contract:
+    """A contract with what it has of the one it extends."""
+    if not found.extends:
+        return found
+    path = folder / f"{found.extends}.toml"
+    base = toml.load(path, Contract) if path.is_file() else None
+    if base is None or base.extends or found.fabric:
+        raise ConfigError(
+            f"contract {found.name}: cannot extend '{found.extends}'",
+            remedy="Extend one that exists and extends none, and leave the fabric to it.",
+        )
+    return msgspec.structs.replace(
+        found,
+        fabric=base.fabric,
+        required=(*base.required, *found.required),
+        unproven=(*base.unproven, *found.unproven),
+    )
+
+
 def bound(
-    found: Contract, folder: Path = paths.CONTRACTS, *, served: bool = False
+    found: Contract, folder: Path = paths.CONTRACTS, *, served: bool = False, batch: bool = False
 ) -> tuple[Bound, ...]:
     """The rules of a contract, required ones first, in the contract's order. served: a server was
-    loaded with a known number of requests."""
+    loaded with a known number of requests. batch: a program was run once a cell."""
     library = rules(folder)
-    needed = (*found.required, *(found.served if served else ()))
+    needed = [*found.required, *(found.served * served), *(found.batch * batch)]
+    shown = [name for name in found.noted if name not in needed]
     required = (Bound(id=name, severity="required", rule=library[name]) for name in needed)
-    noted = (Bound(id=name, severity="noted", rule=library[name]) for name in found.noted)
+    noted = (Bound(id=name, severity="noted", rule=library[name]) for name in shown)
     return (*required, *noted)
 
 
 def digest(name: str, folder: Path = paths.CONTRACTS) -> str:
-    """sha256, in hex, of a contract file and of the rules it draws on.
+    """sha256, in hex, of a contract file, of the one it extends and of the rules they draw on.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     together = hashlib.sha256()
-    for part in (name, RULES):
-        try:
+    try:
+        own = (folder / f"{name}.toml").read_bytes()
+        base = toml.decode(own, Contract, where=name).extends
+        for part in (name, *([base] if base else []), RULES):
             together.update((folder / f"{part}.toml").read_bytes())
-        except OSError as error:
-            raise ConfigError(f"contract {part}: {error.strerror}", remedy="Restore it.") from error
+    except OSError as error:
+        raise ConfigError(f"contract {name}: {error.strerror}", remedy="Restore it.") from error
     return together.hexdigest()
 
 

@@ -40,7 +40,6 @@ class Logs:
     lines: Mapping[str, Sequence[Line]]
     known: ranks.Identities
     first_request: Mapping[str, tuple[int, int]]
-    sensors: frozenset[str]
     overflow: frozenset[str]
     files: int
     ends: Sequence[tuple[bytes, bytes]] = ()
@@ -50,12 +49,14 @@ class Logs:
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
-    batch: the program was started once a cell, so that a rank has had several processes."""
+    versions: what the plan pins of nccl, nvshmem and deep_ep. batch: the program was started once a
+    cell, so that a rank has had several processes."""
 
     profile: Profile
     requests: int | None
     engine_version: str | None = None
     served_name: str | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     batch: bool = False
 
     def value(self, wanted: str) -> str | None:
@@ -67,6 +68,7 @@ class Facts:
             "ranks": self.profile.ranks, "nics": self.profile.nics,
             "provider": fabric.provider, "fabric": fabric.fabric,
             "engine_version": self.engine_version, "served_name": self.served_name,
+            **{name: self.versions.get(name) for name in ("nccl", "nvshmem", "deep_ep")},
         }  # fmt: skip
         found = known[wanted[1:]]
         return None if found is None else str(found)
@@ -92,7 +94,7 @@ def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
         outcome, actual = "failed", f"lines, but none {rule.phase.replace('_', ' ')}"
     if bound.id in logs.overflow:  # then some of its lines are not kept, forbidden ones included
         outcome, actual = "failed", f"{actual}; more different lines than any run prints"
-    places = _span(lines or every or (logs.armed if rule.watched else ()))
+    places = _span(lines or every or (logs.armed if rule.sensor == "hook" else ()))
     return Check(
         id=bound.id,
         group="transport",
@@ -155,9 +157,26 @@ def _expected(rule: Rule, what: str, facts: Facts) -> str:
 Judged = tuple[Outcome, str, str, list[str]]
 
 
-def _none_seen(rule: Rule, logs: Logs) -> Outcome:
+def _none_seen(rule: Rule, logs: Logs, facts: Facts) -> Outcome:
     """No evidence: refuted where the log would have held it, else it could not be checked."""
-    return "failed" if rule.sensor in logs.sensors else "unchecked"
+    return "failed" if rule.sensor and not _blind(rule, logs, facts) else "unchecked"
+
+
+def _blind(rule: Rule, logs: Logs, facts: Facts) -> list[str]:
+    """Where the rule's sensor was not: there, the absence of a line says nothing."""
+    if rule.sensor == "nccl":
+        return [] if ranks.TALKING.id in logs.lines else ["every rank"]
+    if rule.sensor != "hook":
+        return []
+    world = ("world", str(facts.profile.ranks))
+    armed = [x.evidence for x in logs.armed if world in x.evidence.values]
+    seen = {key for x in armed if (key := ranks.key(x, logs.known, ""))}
+    if not seen:
+        return ["every rank"]
+    said = [x.evidence for lines in logs.lines.values() for x in lines]
+    pids = {pid for x in said if (pid := dict(x.values).get("pid"))}
+    unarmed = sorted(pids - {dict(x.evidence.values)["pid"] for x in logs.armed})
+    return ranks.compare(seen, facts.profile)[0] + [f"process {pid}" for pid in unarmed]
 
 
 def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
@@ -166,7 +185,7 @@ def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judge
     found = {ranks.key(x.evidence, logs.known, x.host) for x in lines}
     seen = ranks.untorn({key for key in found if key is not None}, facts.profile.hosts)
     if not lines:
-        return _none_seen(rule, logs), expected, "no such line", []
+        return _none_seen(rule, logs, facts), expected, "no such line", []
     if not seen:
         return "unchecked", expected, "lines, but none says its rank", []
     missing, extra = ranks.compare(seen, facts.profile)
@@ -188,10 +207,10 @@ def _twice(lines: Sequence[Line], logs: Logs) -> list[str]:
     return [f"{r.host} [{r.local}] by processes {' and '.join(sorted(p))}" for r, p in twice[:1]]
 
 
-def _line(rule: Rule, lines: Sequence[Line], logs: Logs, _facts: Facts) -> Judged:
+def _line(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
     count = sum(x.evidence.count for x in lines)
     if not lines:
-        return _none_seen(rule, logs), "at least one line", "no such line", []
+        return _none_seen(rule, logs, facts), "at least one line", "no such line", []
     return "met", "at least one line", _values(rule, lines) or f"{count} lines", []
 
 
@@ -199,7 +218,7 @@ def _count(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judge
     want, count = facts.profile.ranks, sum(x.evidence.count for x in lines)
     expected = f"{want} lines" if rule.needs == "count" else f"at least {want} lines"
     if not lines:
-        return _none_seen(rule, logs), expected, "no such line", []
+        return _none_seen(rule, logs, facts), expected, "no such line", []
     met = count == want if rule.needs == "count" else count >= want
     return ("met" if met else "failed"), expected, f"{count} lines", []
 
@@ -210,7 +229,7 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
         return "unchecked", "as many lines as planned requests", f"{count} lines; no plan", []
     expected = f"at least {facts.requests} lines"
     if not lines:
-        return _none_seen(rule, logs), expected, "no such line", []
+        return _none_seen(rule, logs, facts), expected, "no such line", []
     return ("met" if count >= facts.requests else "failed"), expected, f"{count} lines", []
 
 
@@ -220,24 +239,9 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged
         return "unchecked", "no such line", "no log to look into", []
     if lines:
         return "failed", "no such line", f"{count} lines{_who(lines, logs)}", []
-    if rule.sensor and rule.sensor not in logs.sensors:
-        return "unchecked", "no such line", f"none, but no{rule.sensor}line either", []
-    if rule.watched:
-        return _unwatched(logs, facts)
+    if blind := _blind(rule, logs, facts):
+        return "unchecked", "no such line", f"none, but {rule.sensor} was not everywhere", blind
     return "met", "no such line", "none", []
-
-
-def _unwatched(logs: Logs, facts: Facts) -> Judged:
-    """No line of the hook's: that says something of the ranks that the hook was in."""
-    want = facts.profile.ranks
-    world = ("world", str(want))
-    armed = [x.evidence for x in logs.armed if world in x.evidence.values]
-    found = {ranks.key(evidence, logs.known, "") for evidence in armed}
-    seen = {key for key in found if key is not None}
-    missing, _ = ranks.compare(seen, facts.profile)
-    actual = f"none; the hook was in {len(seen)} of {want} ranks"
-    outcome: Outcome = "unchecked" if missing or not seen else "met"
-    return outcome, "no such line where the hook would print it", actual, missing
 
 
 _NEEDS: Final = {

@@ -112,15 +112,14 @@ def read(
     Raises:
         Unreadable: a log cannot be read or unpacked, or holds only NULs.
     """
-    sensors = list(dict.fromkeys(bound.rule.sensor for bound in rules if bound.rule.sensor))
     probes = [
         *(scan.probe(bound.id, bound.rule.literal, bound.rule.pattern) for bound in rules),
-        *(scan.probe(f"sensor:{text}", text, once=True) for text in sensors),
+        ranks.TALKING,
         *ranks.JOINS,
         FIRST_REQUEST,
     ]
     if not logs:
-        return Logs({}, ranks.join((), ranks_), {}, frozenset(), frozenset(), 0)
+        return Logs({}, ranks.join((), ranks_), {}, frozenset(), 0)
     scan.fast()
     with concurrent.futures.ThreadPoolExecutor(min(len(logs), os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda log: _scan(log, probes, make), logs))
@@ -142,13 +141,11 @@ def _together(
                 first[log.stream] = min(first.get(log.stream, at), at)
     armed = lines.get(ranks.ARMED, [])
     joins = [x.evidence for probe in ranks.JOINS for x in lines.pop(probe.id, [])]
-    sensors = [name.removeprefix("sensor:") for name in lines if name.startswith("sensor:")]
     held = sum(found.size > 0 for found, _ in results)
     return Logs(
         lines=dict(lines),
         known=ranks.join(joins, ranks_),
         first_request=first,
-        sensors=frozenset(sensors),
         overflow=frozenset(overflow),
         files=held,
         armed=armed,

