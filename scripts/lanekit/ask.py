@@ -28,7 +28,11 @@ def ask(url: str, model: str, wanted: Ask, watch: Callable[[], None]) -> list[An
             ]
             while concurrent.futures.wait(waiting, timeout=POLL_S).not_done:
                 watch()
-            found += [each.result() for each in waiting]
+            got = [each.result() for each in waiting]
+            if any(each.error for each in got):
+                time.sleep(POLL_S)  # a server that died is not yet gone when its requests fail
+                watch()
+            found += got
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # the server's end ends what still waits
     return found

@@ -101,11 +101,11 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     checks += loading.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
     checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
-    checks += gate(drop, manifest)
+    checks += gate(drop, files, manifest)
     return judged(subject, facts, loads, checks, run=row.clock(manifest))
 
 
-def gate(drop: Path, manifest: Manifest) -> list[Check]:
+def gate(drop: Path, files: Sequence[Path], manifest: Manifest) -> list[Check]:
     """The checks of a drop's coherence gate; one that says so where the drop is older than it.
 
     Raises:
@@ -117,7 +117,7 @@ def gate(drop: Path, manifest: Manifest) -> list[Check]:
         return [coherence.older()]
     sha = _at(plan, "gate", "sha256")
     ours, theirs = (
-        answers.read(drop / name) if (drop / name).exists() else None
+        answers.read(drop / name) if drop / name in files else None
         for name in (answers.NAME, answers.REFERENCE)
     )
     other = bool(sha) and (theirs is None or drops.sha256(drop / answers.REFERENCE) != sha)

@@ -114,6 +114,9 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
         for name, value in wanted.items()
         if plan.get(name) != value
     ]
+    gate = plan.get("gate")
+    if isinstance(gate, dict) and arm.reference and not gate.get("reference"):
+        wrong.append(f"answers compared with nobody, the lane has {arm.reference}")
     if sorted(manifest.patches) != sorted(arm.patches):
         wrong.append(f"patches {_listed(manifest.patches)}, the lane has {_listed(arm.patches)}")
     return wrong

@@ -140,7 +140,8 @@ class Run:
             theirs = (Path(plan.gate.drop) / answers.NAME).read_bytes()
             self.drop.write(answers.REFERENCE, theirs)
         self.drop.timing("coherence", time.monotonic() - begin)
-        for check in case.gate(self.drop.path, self.drop.manifest):
+        written = list((self.drop.path / answers.NAME).parent.iterdir())
+        for check in case.gate(self.drop.path, written, self.drop.manifest):
             self.progress.say(f"{check.id}: {check.outcome}: {check.actual}")
 
     def _alive(self) -> None:

@@ -4,6 +4,8 @@ from lanekit.run import Run
 
 
 def measure(run: Run) -> None:
-    """Serve and sweep."""
+    """Serve, ask those that can answer, and sweep."""
     with run.serving():
+        if "answer" in run.plan.arm:
+            run.gate()
         run.sweep()

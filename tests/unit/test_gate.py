@@ -1,0 +1,220 @@
+"""The coherence gate in a run and in a drop: asked before the sweep, kept, compared, judged.
+
+The engine is a stand-in (tests/unit/standin); the CPU lane of tests/lanes asks a real one.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import drops
+import msgspec
+import pytest
+from test_run import Lane, lane  # noqa: F401  (a fixture)
+
+from lanekit import answers, contract, machine, planning, report, verify
+from lanekit.drop import read as read_manifest
+from lanekit.errors import ConfigError
+from lanekit.verdict import Check, Verdict
+
+
+def newest(lane: Lane) -> Path:  # noqa: F811
+    return max(lane.results.glob("2*"))
+
+
+def check(path: Path, name: str) -> Check:
+    (found,) = [each for each in verify.verify(path).checks if each.id == name]
+    return found
+
+
+def test_a_run_asks_before_it_sweeps_and_keeps_the_answers(lane: Lane) -> None:  # noqa: F811
+    _, said = lane.end("--cells", "quick", "--arm", "answers")
+    drop = newest(lane)
+    found = answers.read(drop / answers.NAME)
+    assert len(found.answers) == 31, said
+    assert (found.header.arm, found.header.model) == ("answers", "standin/none")
+    assert said.index("coherence gate") < said.index("quick: 1 requests")
+    manifest = read_manifest(drop)
+    assert answers.NAME in manifest.files
+    assert "coherence" in manifest.timings
+    assert check(drop, "answers").outcome == "met"
+    assert check(drop, "answers-batches").outcome == "met"
+    assert check(drop, "answers-reference").actual.startswith("not compared: answers is what")
+
+
+def test_the_newest_answers_of_the_reference_arm_are_found_and_kept(lane: Lane) -> None:  # noqa: F811
+    for arm in ("answers", "answers-too", "answers-otherwise"):
+        lane.end("--cells", "quick", "--arm", arm)
+    first, *rest = sorted(lane.results.glob("2*"), key=lambda x: read_manifest(x).started)
+    outcomes = {}
+    for drop in rest:
+        manifest = read_manifest(drop)
+        assert manifest.plan["gate"]["drop"] == str(first)
+        kept = drop / answers.REFERENCE
+        assert kept.read_bytes() == (first / answers.NAME).read_bytes()
+        outcomes[manifest.row.arm] = check(drop, "answers-reference")
+    assert outcomes["answers-too"].outcome == "met"
+    assert "496 positions compared (496 decisive)" in outcomes["answers-too"].actual
+    assert outcomes["answers-otherwise"].outcome == "failed"
+    assert verify.verify(rest[-1]).exit_code == 1, "fast garbage is refuted"
+
+
+def test_a_failed_request_is_an_answer_with_its_error(lane: Lane) -> None:  # noqa: F811
+    _, said = lane.end("--cells", "quick", "--arm", "answers-nan")
+    found = check(newest(lane), "answers")
+    assert found.outcome == "failed", said
+    assert "shout in a batch of 20: HTTP 500" in found.actual
+    assert read_manifest(newest(lane)).state == "complete", "a failed gate does not end the run"
+
+
+def test_a_server_that_dies_at_the_gate_is_noticed(lane: Lane) -> None:  # noqa: F811
+    code, said = lane.end("--cells", "quick", "--arm", "answers-once")
+    manifest = read_manifest(newest(lane))
+    assert (code, manifest.state, manifest.stage) == (2, "failed", "asking"), said
+    assert lane.strays(manifest) == []
+
+
+def gated(root: Path, *, arm: str = "graph") -> Path:
+    """A drop of arm vllm/graph on h200x2 with sound answers and no reference."""
+    asked = answers.questions().ask
+    header = answers.Header(
+        questions=answers.digest(asked),
+        lane="vllm",
+        arm=arm,
+        profile="h200x2",
+        model="built:m",
+        dummy_weights=False,
+        drop=root.name,
+    )
+    found = [
+        answers.Answer(
+            prompt=prompt.id,
+            batch=batch,
+            tokens=tuple(f"{prompt.id}{n}" for n in range(asked.tokens)),
+            logprobs=(-0.1,) * asked.tokens,
+            top=tuple({f"{prompt.id}{n}": -0.1, "x": -4.0} for n in range(asked.tokens)),
+            prompt_tokens=3,
+        )
+        for batch, prompt in asked.places()
+    ]
+    plan = {"gate": {"questions": header.questions, "reference": "dense-graph"}}
+    (root / "coherence").mkdir(parents=True)
+    (root / answers.NAME).write_bytes(answers.encode(header, found))
+    return drops.drop(root, "v2-nvlink", plan=plan)
+
+
+def enough(lines: list[str]) -> list[str]:
+    """As many served requests as eight of AIPerf's and the gate's."""
+    return [*lines, *[drops.POST] * 31]
+
+
+def test_a_drop_without_reference_is_marked_in_its_row(tmp_path: Path) -> None:
+    drop = gated(tmp_path / "d")
+    rows = report.rows(drop, Verdict("d", "proven", "", profile="h200x2",
+                                     checks=(check(drop, "answers-reference"),),
+                                     cells=verify.verify(drop).cells))  # fmt: skip
+    assert [row.verdict for row in rows] == ["proven, answers not compared"]
+
+
+def test_the_gate_s_requests_do_not_stand_for_aiperf_s(tmp_path: Path) -> None:
+    found = check(gated(tmp_path / "d"), "requests-served")
+    assert (found.outcome, found.expected) == ("failed", "at least 39 lines")
+
+
+def test_a_gate_that_was_planned_and_left_nothing_is_refuted(tmp_path: Path) -> None:
+    drop = gated(tmp_path / "d")
+    (drop / answers.NAME).unlink()
+    drops.seal(drop)
+    assert check(drop, "answers").outcome == "failed"
+
+
+def test_answers_behind_a_link_are_none(tmp_path: Path) -> None:
+    drop = gated(tmp_path / "d")
+    shutil.move(drop / answers.NAME, drop / "kept.jsonl")
+    (drop / answers.NAME).symlink_to(drop / "kept.jsonl")
+    drops.seal(drop)
+    assert check(drop, "answers").outcome == "failed"
+
+
+def test_a_drop_older_than_the_gate_says_so(tmp_path: Path) -> None:
+    drop = drops.drop(tmp_path / "d", "v2-nvlink")
+    found = check(drop, "answers-reference")
+    assert (found.outcome, found.severity) == ("unchecked", "noted")
+    assert found.actual == "not compared: the run had no coherence gate"
+
+
+def test_a_reference_that_was_exchanged_is_refuted_unless_names_were_redacted(
+    tmp_path: Path,
+) -> None:
+    drop = gated(tmp_path / "d")
+    shutil.copy(drop / answers.NAME, drop / answers.REFERENCE)
+    manifest = json.loads((drop / "manifest.json").read_text())
+    manifest["plan"]["gate"]["sha256"] = "0" * 64
+    (drop / "manifest.json").write_text(json.dumps(manifest))
+    drops.seal(drop)
+    assert "not the file that was planned" in check(drop, "answers-reference").actual
+    drops.edit_json(drop / "manifest.json", redacted=True)
+    assert "its arm is graph" in check(drop, "answers-reference").actual
+
+
+H200 = planning.Options(
+    lane="vllm", profile="h200x2", arm="graph", server_python="/usr/bin/python3"
+)
+
+
+def header(drop: Path, **change: object) -> None:
+    """Change the header of a drop's answers."""
+    first, _, rest = (drop / answers.NAME).read_bytes().partition(b"\n")
+    changed = msgspec.json.encode(json.loads(first) | change)
+    (drop / answers.NAME).write_bytes(changed + b"\n" + rest)
+    drops.seal(drop)
+
+
+def planned(bare: machine.Machine, results: Path, **options: str) -> object:
+    given = msgspec.structs.replace(
+        H200, results=str(results), model="built:m", cells=("c4",), env=(), **options
+    )
+    return planning.make(given, bare).gate
+
+
+def as_reference(results: Path, name: str) -> Path:
+    drop = gated(results / name, arm="dense-graph")
+    header(drop, model="built:m")
+    return drop
+
+
+def test_the_plan_names_the_newest_reference_that_fits(
+    bare: machine.Machine, tmp_path: Path
+) -> None:
+    as_reference(tmp_path, "20261130T100000Z-h200x2-vllm-dense-graph")
+    want = as_reference(tmp_path, "20261130T110000Z-h200x2-vllm-dense-graph")
+    other = as_reference(tmp_path, "20261130T120000Z-h200x2-vllm-dense-graph")
+    header(other, model="built:other")
+    broken = as_reference(tmp_path, "20261130T130000Z-h200x2-vllm-dense-graph")
+    drops.edit_json(broken / "manifest.json", state="failed")
+    gate = planned(bare, tmp_path)
+    assert gate.reference == "dense-graph"  # type: ignore[attr-defined]
+    assert gate.drop == str(want)  # type: ignore[attr-defined]
+    assert gate.sha256 == planning.sha256(want / answers.NAME)  # type: ignore[attr-defined]
+
+
+def test_a_given_reference_wins_and_must_fit(bare: machine.Machine, tmp_path: Path) -> None:
+    given = as_reference(tmp_path / "far", "x")
+    header(given, arm="dense")
+    gate = planned(bare, tmp_path, coherence_from=str(given))
+    assert (gate.reference, gate.drop) == ("dense", str(given))  # type: ignore[attr-defined]
+    header(given, model="built:other")
+    with pytest.raises(ConfigError, match="its model is built:other, not built:m"):
+        planned(bare, tmp_path, coherence_from=str(given))
+    with pytest.raises(ConfigError, match="COHERENCE_FROM"):
+        planned(bare, tmp_path, coherence_from=str(tmp_path))
+
+
+def test_a_reference_arm_looks_for_nothing(bare: machine.Machine, tmp_path: Path) -> None:
+    as_reference(tmp_path, "20261130T100000Z-h200x2-vllm-dense-graph")
+    gate = planned(bare, tmp_path, arm="dense-graph")
+    assert (gate.reference, gate.drop) == ("", "")  # type: ignore[attr-defined]
+
+
+def test_the_gate_s_file_is_no_contract() -> None:
+    assert "coherence" not in contract.names()
