@@ -195,8 +195,8 @@ def global_name(name: str, first_expert: int) -> str:
 
 
 def draw_weights(model: Any, options: argparse.Namespace, place: Place) -> None:
-    """Fill every matrix from its global name and the seed; norms stay one. Drawn on the CPU: the
-    numbers are then the same on every device."""
+    """Fill every matrix from its global name and the seed; norms stay one. Drawn where the model
+    is, so CPU and GPU draw different numbers."""
     first = place.rank * (options.experts // place.world)
     for name, weight in model.named_parameters():
         if weight.dim() < 2:
