@@ -2,7 +2,8 @@
 
 deep_ep is a stand-in that records its calls and does what a world of one rank does. Its signatures
 are those of the DeepEP that the stacks pin. Needs torch, an engine's own dependencies and
-SRC_SGLANG, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; skipped where one is missing.
+SRC_SGLANG, SRC_MEGATRON_CORE, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; skipped where
+one is missing.
 """
 
 import ast
@@ -147,12 +148,17 @@ class Buffer:
 @pytest.fixture(autouse=True)
 def deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     module, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
+    event = ModuleType("deep_ep.utils.event")
     module.__dict__.update(
-        Buffer=Buffer, ElasticBuffer=ElasticBuffer, Config=SimpleNamespace, utils=utils
-    )
-    utils.__dict__.update(EventHandle=Event, EventOverlap=Event)
+        Buffer=Buffer, ElasticBuffer=ElasticBuffer, Config=SimpleNamespace, utils=utils,
+        EventHandle=Event, EventOverlap=Event,
+    )  # fmt: skip
+    # As b306af06 has it: deep_ep.utils re-exports EventHandle alone.
+    utils.__dict__.update(EventHandle=Event, event=event, __path__=[])
+    event.__dict__.update(EventHandle=Event, EventOverlap=Event)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
     monkeypatch.setitem(sys.modules, "deep_ep.utils", utils)
+    monkeypatch.setitem(sys.modules, "deep_ep.utils.event", event)
     monkeypatch.setattr(ElasticBuffer, "made", [])
 
 
@@ -212,7 +218,9 @@ def test_the_stand_in_takes_what_deep_ep_takes(base: str, tmp_path: Path) -> Non
 class TestMegatron:
     """fused_a2a.py over ElasticBuffer."""
 
-    @pytest.fixture(scope="class", params=["megatron-lm/23dd639c", "megatron-lm/d98e8a64"])
+    SERIES = ("megatron-lm/0.16.1", "megatron-lm/23dd639c", "megatron-lm/d98e8a64")
+
+    @pytest.fixture(scope="class", params=SERIES)
     def tree(self, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
         return patched(request.param, tmp_path_factory.mktemp("megatron"))
 
@@ -297,6 +305,16 @@ class TestMegatron:
         with pytest.raises(AssertionError, match=r"deep_ep\.Buffer constructed"):
             module.fused_dispatch(*tokens(), EXPERTS, world)
         assert ElasticBuffer.made == []
+
+    def test_events_are_found_where_either_deepep_keeps_them(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.load(tree, monkeypatch).HAVE_DEEP_EP
+        old = ModuleType("deep_ep.utils")
+        old.__dict__.update(EventHandle=Event, EventOverlap=Event)
+        monkeypatch.setitem(sys.modules, "deep_ep.utils", old)
+        monkeypatch.delitem(sys.modules, "deep_ep.utils.event")
+        assert self.load(tree, monkeypatch).HAVE_DEEP_EP
 
     def test_without_elastic_buffer_it_does_not_fall_back(
         self, tree: Path, monkeypatch: pytest.MonkeyPatch
