@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 SCHEMA: Final = 1
-SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
+# A token is secret; a number of TOKENS, as in every cap of DeepEP V2, is a measure.
+SECRET: Final = re.compile(r"TOKEN(?!S)|SECRET|PASSWORD|CREDENTIAL|KEY")
 HIDDEN: Final = "(hidden)"
 
 # The only variables a run takes from its surroundings: an ambient WORLD_SIZE once hung a
@@ -172,7 +173,7 @@ def public(value: Any) -> Any:
 
 def is_secret(name: str) -> bool:
     """Whether a variable is named like one that nobody should read."""
-    return name.isupper() and any(word in name for word in SECRET)
+    return name.isupper() and SECRET.search(name) is not None
 
 
 def render(plan: Plan) -> str:

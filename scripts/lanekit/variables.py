@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from lanekit import contract as contracts
 from lanekit import images, paths, spec, toml
 from lanekit.errors import ConfigError
 
@@ -74,8 +75,11 @@ def readers() -> dict[str, Reader]:
 
 
 def of(contract: str, profile: str) -> dict[str, str]:
-    """What the transport of a contract sets on a profile; nothing for one that sets nothing."""
-    return _of(load(), contract, profile)
+    """What the transport of a contract sets on a profile: the contract's own, or that of the one it
+    extends; nothing where neither sets anything."""
+    known = load()
+    name = contract if contract in known.transport else contracts.load(contract).extends
+    return _of(known, name, profile)
 
 
 def _of(known: Variables, name: str, profile: str) -> dict[str, str]:

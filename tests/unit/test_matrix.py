@@ -119,7 +119,8 @@ def test_the_settings_of_a_transport_follow_profile_and_likeness() -> None:
     assert (p5en["NCCL_NET"], p5en["EP_EFA_MAX_QPS"]) == ("Libfabric", "2")
     assert "EP_EFA_MAX_QPS" not in variables.of("v2-efa-proxy", "p5-x2")
     assert variables.of("v2-efa-gda", "p5en-x2")["NCCL_GIN_TYPE"] == "5"
-    assert variables.of("no-such-contract", "cpu") == {}
+    assert variables.of("sglang-seam-efa-proxy", "p5en-x2") == p5en
+    assert variables.of("published-2026-07-vllm", "p5en-x2") == {}
 
 
 def test_every_transport_is_the_name_of_a_contract_and_every_image_one_of_the_graph() -> None:

@@ -125,3 +125,28 @@ def test_a_bad_serve_yaml_is_refused(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         planning.services(path, {"LANE_PORT": "1"}, {}, "here")
     assert message in caught.value.message
+
+
+def test_a_cap_of_tokens_is_shown_and_a_token_is_not(bare: machine.Machine) -> None:
+    printed = plan.render(make(bare, env=("HF_TOKEN=hf_x", "MY_MAX_TOKENS_PER_RANK=1024")))
+    assert '"MY_MAX_TOKENS_PER_RANK": "1024"' in printed
+    assert "hf_x" not in printed
+
+
+def test_in_place_without_a_lock_the_interpreter_is_the_images(bare: machine.Machine) -> None:
+    options = planning.Options(lane="sglang", profile="h200x2", start=False)
+    made = planning.make(options, bare)
+    assert made.environments["server"].python == planning.IMAGE_PYTHON
+    started = planning.Options(lane="sglang", profile="h200x2")
+    with pytest.raises(ConfigError, match="does not answer as a Python interpreter") as caught:
+        planning.make(started, bare)
+    assert "Run inside the image" in caught.value.remedy
+
+
+def test_mpirun_hands_on_every_variable_by_name(bare: machine.Machine) -> None:
+    made = planning.make(planning.Options(lane="trtllm", profile="p5en-x2", start=False), bare)
+    server, worker = made.services
+    handed = {b for a, b in zip(server.command, server.command[1:], strict=False) if a == "-x"}
+    assert handed == set(server.env)
+    assert server.command[server.command.index("--host") + 1] == "host-1,host-2"
+    assert worker.command[0].endswith("sshd")
