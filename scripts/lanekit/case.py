@@ -87,7 +87,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
     known = row.lane(held)
-    checks = [_integrity(drop, files, manifest.files), row.check(manifest, known)]
+    checks = [_integrity(drop, files, manifest.files), *row.checks(manifest, known)]
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
     loads, unplanned = _planned(subject, plan)

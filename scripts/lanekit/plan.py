@@ -123,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256.
 
     hosts: in the order of their ranks, the leader first. ports: of the leader, by name; `port` is
-    the server's.
+    the server's. extra_env: given by ENV=. lane_sha256: of all files that it follows from.
     """
 
     schema: int = SCHEMA
@@ -157,6 +157,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     containers: Containers | None = None
     prefill: tuple[int, ...] = ()
     gate: GatePlan | None = None
+    extra_env: dict[str, str] = {}
+    lane_sha256: str = ""
 
 
 def public(value: Any) -> Any:

@@ -183,8 +183,6 @@ def make(options: Options, here: machine.Machine) -> Plan:
     chosen = choose(options, here)
     lane, profile = chosen.lane, chosen.profile
     batch = lane.workload.driver == "batch"
-    wanted_patches = lane.arms[chosen.arm].patches
-    wanted = spec.cells(lane, chosen.arm, options.cells)
     return Plan(
         lane=lane.name,
         arm=chosen.arm,
@@ -206,9 +204,9 @@ def make(options: Options, here: machine.Machine) -> Plan:
         ports=chosen.ports,
         ready_s=lane.ready_s,
         environments=chosen.environments,
-        services=() if batch else tuple(s for h in chosen.hosts for s in chosen.services(h)),
-        cells={n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted},
-        patches={each: patches.digest(patches.PATCHES / each) for each in wanted_patches},
+        services=_services(chosen),
+        cells=_cells(chosen, spec.cells(lane, chosen.arm, options.cells)),
+        patches=_series(lane.arms[chosen.arm]),
         pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments, options),
         inherited=INHERITED,
         drop=str(chosen.drop),
@@ -216,7 +214,74 @@ def make(options: Options, here: machine.Machine) -> Plan:
         containers=chosen.containers,
         prefill=lane.arms[chosen.arm].prefill,
         gate=None if batch else _gate(options, chosen),
+        extra_env=chosen.extra_env,
+        lane_sha256=digest(chosen),
     )
+
+
+def again(plan: Plan, lane: spec.Lane) -> Plan:
+    """A plan with every part that follows from its lane file worked out anew, by the file here;
+    hosts, ports, interpreters, model and drop are taken from the plan.
+
+    Raises:
+        ConfigError: the lane here has not its arm, profile or cells.
+    """
+    chosen = Choice(
+        lane=lane,
+        profile=spec.profile(plan.profile),
+        why=plan.profile_why,
+        arm=plan.arm,
+        model=plan.model,
+        environments=plan.environments,
+        ports=plan.ports,
+        launcher=plan.launcher,
+        hosts=plan.hosts,
+        hosts_why=plan.hosts_why,
+        drop=Path(plan.drop),
+        extra_env=plan.extra_env,
+        containers=plan.containers,
+    )
+    return msgspec.structs.replace(
+        plan,
+        stack=chosen.stack,
+        comparable=chosen.profile.comparable,
+        url=chosen.url,
+        port=plan.ports[SERVER],
+        ready_s=lane.ready_s,
+        services=_services(chosen),
+        cells=_cells(chosen, spec.cells(lane, plan.arm, plan.cells)) if plan.cells else {},
+        patches=_series(lane.arms[plan.arm]),
+        prefill=lane.arms[plan.arm].prefill,
+        lane_sha256=digest(chosen),
+    )
+
+
+def digest(chosen: Choice) -> str:
+    """The sha256 of all that a plan follows from: files of the lane and the profile, the variables
+    of transports, the arm's patch series."""
+    folder = paths.LANES / chosen.lane.name
+    found = repr(sorted(_series(chosen.lane.arms[chosen.arm]).items()))
+    profile = paths.PROFILES / f"{chosen.profile.name}.toml"
+    for path in (folder / "lane.toml", folder / "serve.yaml", profile, paths.VARIABLES):
+        found += f" {sha256(path)}"
+    return hashlib.sha256(found.encode()).hexdigest()
+
+
+def _services(chosen: Choice) -> tuple[Service, ...]:
+    """What every host runs; nothing for a batch lane, whose cells are its programs."""
+    if chosen.lane.workload.driver == "batch":
+        return ()
+    return tuple(s for host in chosen.hosts for s in chosen.services(host))
+
+
+def _cells(chosen: Choice, wanted: Mapping[str, spec.Cell]) -> dict[str, CellPlan]:
+    batch = chosen.lane.workload.driver == "batch"
+    return {n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted}
+
+
+def _series(arm: spec.Arm) -> dict[str, str]:
+    """The arm's patch series, each with its sha256."""
+    return {each: patches.digest(patches.PATCHES / each) for each in arm.patches}
 
 
 def _gate(options: Options, chosen: Choice) -> GatePlan:

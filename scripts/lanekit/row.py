@@ -5,14 +5,19 @@ Pure. A contradiction refutes; a row that no lane file knows cannot be checked, 
 
 import contextlib
 import datetime
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from lanekit import load, spec
+import msgspec
+
+from lanekit import load, paths, spec
 from lanekit.clock import Window
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
-from lanekit.verdict import Check
+from lanekit.plan import Plan
+from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
 
@@ -32,25 +37,83 @@ def driver(known: spec.Lane | None, plan: Mapping[str, Any]) -> object:
     return known.workload.driver if known else plan.get("driver")
 
 
-def check(manifest: Manifest, known: spec.Lane | None) -> Check:
-    """The manifest beside itself and beside its lane."""
+def checks(manifest: Manifest, known: spec.Lane | None) -> list[Check]:
+    """The manifest beside itself, and beside its lane."""
     row = manifest.row
     wrong = _against_itself(manifest) + (_against_lane(manifest, known) if known else [])
     strange = f"this checkout has no {row.lane}/{row.arm} on {row.profile}"
+    first = _check(
+        "manifest",
+        "failed" if wrong else "met" if known else "unchecked",
+        "row and plan are one, and of the lane's kind",
+        "; ".join(wrong) or ("as planned" if known else strange),
+        manifest,
+    )
+    return [first, _as_lane(manifest, known)] if known else [first]
+
+
+def _check(name: str, outcome: Outcome, why: str, actual: str, manifest: Manifest) -> Check:
+    row, commit = manifest.row, manifest.git.get("commit", "")[:12] or "an unknown commit"
+    remedies = {
+        "failed": "Restore the manifest that the run wrote.",
+        "unchecked": f"Judge it with the harness that made it: git commit {commit}.",
+    }
     return Check(
-        id="manifest",
+        id=name,
         group="drop",
         severity="required",
-        outcome="failed" if wrong else "met" if known else "unchecked",
-        why="row and plan are one, and as the lane file has them",
+        outcome=outcome,
+        why=why,
         expected=f"the plan of {row.lane}/{row.arm} on {row.profile}",
-        actual="; ".join(wrong) or ("as planned" if known else strange),
-        remedy="Restore the manifest that the run wrote."
-        if wrong
-        else ""
-        if known
-        else "Judge it with the harness that made it; its git commit is in the manifest.",
+        actual=actual,
+        remedy=remedies.get(outcome, ""),
     )
+
+
+def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
+    """The plan beside what the lane's file here makes of the same choices. Where that file is
+    another than the drop was made with, this is noted: a row is not refuted by later tuning."""
+    from lanekit import planning  # noqa: PLC0415  (0.2 s, and no stranger's drop needs it)
+
+    why = "commands, variables, load and patches are those that the lane plans"
+    try:
+        plan = msgspec.convert(manifest.plan, Plan)
+        today = planning.again(plan, known)
+    except (msgspec.ValidationError, ConfigError, KeyError) as error:
+        found = _check("lane", "unchecked", why, f"cannot be planned again: {error}", manifest)
+        return msgspec.structs.replace(found, severity="noted")
+    differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
+    differ += [] if manifest.patches == plan.patches else ["patches other than planned"]
+    if plan.lane_sha256 == today.lane_sha256 or not differ:
+        told = "; ".join(differ) or "as the lane plans"
+        return _check("lane", "failed" if differ else "met", why, told, manifest)
+    told = f"the lane has changed since, or the plan: {'; '.join(differ)}"
+    return msgspec.structs.replace(
+        _check("lane", "unchecked", why, told, manifest), severity="noted"
+    )
+
+
+def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
+    """Where a plan is not the one worked out anew: place, what it says, what the lane says."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}, key=str):
+            if key != "lane_sha256":
+                yield from _differences(ours.get(key), theirs.get(key), f"{at}.{key}")
+    elif isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
+        for number, (our, their) in enumerate(itertools.zip_longest(ours, theirs)):
+            yield from _differences(our, their, f"{at}.{number}")
+    elif not _same(ours, theirs):
+        yield f"{at} {_shown(theirs)}, the lane has {_shown(ours)}"
+
+
+def _same(ours: object, theirs: object) -> bool:
+    """Equal, but for where a checkout stood: its lanes, its cache."""
+    if not isinstance(ours, str) or not isinstance(theirs, str):
+        return ours == theirs
+    pattern = re.escape(ours)
+    for folder in (paths.LANES, paths.CACHE):
+        pattern = pattern.replace(re.escape(str(folder)), r"/\S*")
+    return re.fullmatch(pattern, theirs) is not None
 
 
 def clock(manifest: Manifest) -> load.Run | None:
@@ -83,7 +146,45 @@ def _against_itself(manifest: Manifest) -> list[str]:
     pairs = [(name, plan.get(name), getattr(row, name)) for name in SAME]
     wrong = [f"{n} {_shown(said)} planned, {want} in the row" for n, said, want in pairs
              if said != want]  # fmt: skip
-    return [*wrong, *cells(row, plan), *_times(manifest)]
+    return [*wrong, *cells(row, plan), *_times(manifest), *_started(manifest)]
+
+
+def _started(manifest: Manifest) -> Iterator[str]:
+    """What a complete run must have started, and out of what."""
+    plan, runner = manifest.plan, manifest.runner
+    if runner is None or runner.pid <= 0:
+        yield "no process ran it"
+    if plan.get("driver") == "aiperf":
+        said = _words(plan.get("services"))
+        model = plan.get("model")
+        wanted = (plan.get("port"), model.get("path") if isinstance(model, dict) else None)
+        lacks = [str(word) for word in wanted if not word or str(word) not in said]
+        if lacks:
+            yield f"the server's command lacks {', '.join(lacks)}"
+    lost = [name for name, cell in _dict(plan.get("cells")).items() if not _takes(cell)]
+    if lost:
+        yield f"no command that takes {_listed(lost)}"
+    pins, engine = _dict(plan.get("pins")), plan.get("engine")
+    if not pins or (plan.get("driver") == "aiperf" and not {engine, f"{engine}-cpu"} & {*pins}):
+        yield f"no version of {engine} is pinned"
+    images = {**manifest.images, **_dict(_dict(plan.get("containers")).get("images"))}
+    if plan.get("launcher") != "process" and not images:
+        yield "containers without an image"
+
+
+def _words(services: object) -> str:
+    found = [_dict(each).get("command") for each in services] if isinstance(services, list) else []
+    return " ".join(str(word) for command in found if isinstance(command, list) for word in command)
+
+
+def _takes(cell: object) -> bool:
+    """Whether a cell's command names the folder that its records are in."""
+    command, folder = _dict(cell).get("command"), _dict(cell).get("artifacts")
+    return isinstance(command, list) and any(str(word).endswith(f"/{folder}") for word in command)
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _times(manifest: Manifest) -> Iterator[str]:
@@ -103,13 +204,17 @@ def _times(manifest: Manifest) -> Iterator[str]:
 def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
     row, plan = manifest.row, manifest.plan
     arm = known.arms[row.arm]
+    profile = spec.profile(row.profile)
     wanted = {
         "contract": arm.contracts[row.profile],
         "driver": known.workload.driver,
         "engine": known.engine,
-        "ranks": spec.profile(row.profile).ranks,
+        "ranks": profile.ranks,
     }
-    wrong = [
+    hosts = plan.get("hosts")
+    count = len(hosts) if isinstance(hosts, list) else 0
+    wrong = [] if count == profile.hosts else [f"{count} hosts, the profile has {profile.hosts}"]
+    wrong += [
         f"{name} {_shown(plan.get(name))}, the lane has {value}"
         for name, value in wanted.items()
         if plan.get(name) != value

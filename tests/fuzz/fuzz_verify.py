@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 with atheris.instrument_imports(include=["lanekit"]):
     import drops
 
-    from lanekit import case, contract, judge, load, logs, prefix, records, scan, spec
+    from lanekit import case, contract, judge, load, logs, paths, prefix, records, scan, spec
     from lanekit.errors import LaneError
     from lanekit.verdict import decide
 
@@ -140,6 +140,7 @@ def fuzz_manifest(data: bytes) -> None:
         assert document["plan"]["contract"] == good["plan"]["contract"]
 
 
+paths.LANES = drops.lanes(ROOT / "lanes")  # type: ignore[misc]
 DROP = drops.drop(ROOT / "drop", "cpu")
 MANIFEST = (DROP / "manifest.json").read_text()
 FILES = list(logs.inside(DROP))

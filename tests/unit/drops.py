@@ -6,13 +6,15 @@ Lines are written as NCCL 2.30.4, aws-ofi-nccl, vLLM 0.24.0, uvicorn and our hoo
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
-from lanekit import contract, spec
+from lanekit import contract, planning, spec
+from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan
 
 SHARED: Final = Path(
     os.environ.get("LANES_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
@@ -110,7 +112,8 @@ def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
     return [nccl(host, local, text) for text in texts]
 
 
-TWO: Final = each(("ip-10-0-0-1", "ip-10-0-0-2"), 8)
+HOSTS: Final = ("ip-10-0-0-1", "ip-10-0-0-2")
+TWO: Final = each(HOSTS, 8)
 ONE: Final = each(("vm",), 2)
 ALONE: Final = each(("vm",), 1)
 LEGACY: Final = {"class": "deep_ep.Buffer", "gin": "none"}
@@ -274,6 +277,8 @@ SUBJECTS: Final = {
 
 DRIVERS: Final = {"micro": "batch", "megatron": "batch", "nemo-rl": "batch"}
 ENGINES: Final = {"micro": "deepep", "megatron": "megatron-core"}
+CELLS: Final = ("c4", "c5", "c8", "decode", "prefill")
+LOAD: Final = {"concurrency": 4, "requests": 8}
 
 
 def lanes(root: Path) -> Path:
@@ -290,14 +295,67 @@ def lanes(root: Path) -> Path:
             "engine": ENGINES.get(lane, lane),
             "stack": "2026-07",
             "model": {"source": "none/none", "served_name": "tiny"},
-            "workload": {"cells": {"c4": {}}, "driver": DRIVERS.get(lane, "aiperf")},
+            "workload": {
+                "cells": dict.fromkeys(CELLS, LOAD),
+                "driver": DRIVERS.get(lane, "aiperf"),
+                "isl": 120,
+                "osl": 128,
+            },
             "arms": arms,
             "profiles": {profile: {"arm": arm} for arm, profile, _ in found},
         }
         (root / lane).mkdir(parents=True)
         lines = "".join(f"{key} = {_inline(value)}\n" for key, value in text.items())
         (root / lane / "lane.toml").write_text(lines)
+        command = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
+        if lane in DRIVERS:
+            command = f"${{LANE_PYTHON}} ${{LANE_HOME}}/{lane}.py --out ${{CELL_OUT}}"
+        (root / lane / "serve.yaml").write_text(f"services:\n  server:\n    command: {command}\n")
     return root
+
+
+def plan_of(name: str, cells: Sequence[str]) -> dict[str, Any]:
+    """A plan as the lane of a contract's drop makes it."""
+    lane, arm, profile = SUBJECTS[name]
+    fleet = spec.profile(profile)
+    share = fleet.ranks // fleet.hosts
+    made = Plan(
+        lane=lane,
+        arm=arm,
+        profile=profile,
+        profile_why="",
+        stack="2026-07",
+        launcher="process",
+        engine=ENGINES.get(lane, lane),
+        driver=DRIVERS.get(lane, "aiperf"),
+        hosts=tuple(
+            Host(host, f"10.0.0.{n + 1}", "worker" if n else "leader", n, n * share, share)
+            for n, host in enumerate(HOSTS if fleet.hosts > 1 else ("here",))
+        ),
+        hosts_why="",
+        ranks=fleet.ranks,
+        comparable=fleet.comparable,
+        contract=name,
+        contract_sha256=contract.digest(name),
+        model=ModelPlan("/models/tiny", "tiny", "none/none", dummy_weights=False),
+        url="",
+        port=8000,
+        ports={"server": 8000},
+        ready_s=0,
+        environments={
+            "server": Environment("given", "/env/bin/python", {}),
+            "aiperf": Environment("given", "/aiperf/bin/python", {}),
+        },
+        services=(),
+        cells=dict.fromkeys(cells, CellPlan((), {}, "", "", 0)),
+        pins=PINS,
+        patches={},
+        inherited=(),
+        drop="/drops/one",
+        torch_index="",
+    )  # fmt: skip
+    found: dict[str, Any] = msgspec.to_builtins(planning.again(made, spec.lane(lane)))
+    return found
 
 
 def _inline(value: Any) -> str:
@@ -416,40 +474,28 @@ def drop(
     name: str = "cpu",
     edit: Edit = list,
     *,
+    cells: Sequence[str] = ("c4",),
     plan: Mapping[str, Any] | None = None,
     **other: Any,
 ) -> Path:
-    """A complete drop of ours, judged by the contract `name`, its log edited, sealed; `other`
-    replaces fields of its manifest."""
+    """A complete drop of ours, judged by the contract `name`, its log edited, sealed. It holds the
+    records of c4 only. `plan` replaces fields of its plan, `other` of its manifest."""
     lane, arm, profile = SUBJECTS[name]
     (root / "logs").mkdir(parents=True)
-    (root / "logs" / "here-server.log").write_text("\n".join(edit(log(name))) + "\n")
-    batch = DRIVERS.get(lane) == "batch"
-    ranks = spec.profile(profile).ranks
+    fleet = spec.profile(profile)
+    host, ranks = HOSTS[0] if fleet.hosts > 1 else "here", fleet.ranks
+    written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
+    (root / "logs" / written).write_text("\n".join(edit(log(name))) + "\n")
     if lane == "megatron":
         training(root / lane / "c4", ranks, arm)
-    elif batch:
+    elif lane in DRIVERS:
         micro(root / lane / "c4", ranks)
     else:
         aiperf(root / "aiperf" / "c4")
-    load = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    cell = {"artifacts": f"{lane}/c4"} if batch else load
-    full_plan: dict[str, Any] = {
-        "contract": name,
-        "contract_sha256": contract.digest(name),
-        "lane": lane,
-        "arm": arm,
-        "profile": profile,
-        "driver": DRIVERS.get(lane, "aiperf"),
-        "engine": ENGINES.get(lane, lane),
-        "ranks": ranks,
-        "cells": {"c4": cell},
-        "pins": PINS,
-        "model": {"served_name": "tiny"},
-    } | dict(plan or {})
+    full_plan = plan_of(name, cells) | dict(plan or {})
     manifest = {
         "schema": 1,
-        "row": {"lane": lane, "arm": arm, "profile": profile, "cells": [*full_plan["cells"]]},
+        "row": {"lane": lane, "arm": arm, "profile": profile, "cells": [*cells]},
         "stack": "2026-07",
         "state": "complete",
         "started": "2026-11-30T11:00:00.000+00:00",
@@ -457,7 +503,8 @@ def drop(
         "git": {},
         "environment": {},
         "ended": "2026-11-30T11:13:00.000+00:00",
-        "timings": dict.fromkeys((f"cell {cell}" for cell in full_plan["cells"]), 60.0),
+        "timings": dict.fromkeys((f"cell {cell}" for cell in cells), 60.0),
+        "runner": {"pid": 1, "started": 1.0, "what": "runner"},
     } | other
     (root / "manifest.json").write_text(json.dumps(manifest))
     return seal(root)

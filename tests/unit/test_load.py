@@ -295,8 +295,7 @@ def test_a_run_whose_times_do_not_hold_its_load_points_or_its_log_refutes(
 
 def test_a_load_point_that_began_before_the_one_before_it_ended_refutes(tmp_path: Path) -> None:
     """A cell that is a copy of another under other request ids."""
-    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c5": cell}})
+    root = drops.drop(tmp_path / "d", cells=("c4", "c5"))
     drops.aiperf(root / "aiperf" / "c5")
     found = check(verify(drops.seal(root)), "same-run")
     assert "c5: began at 11:10:00, before the one planned before it was over" in found.actual
@@ -418,8 +417,7 @@ def test_two_exports_of_one_cell_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [RECORDS, SUMMARY])
 def test_a_link_to_another_cell_s_export_is_no_export(tmp_path: Path, name: str) -> None:
-    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c5": cell}})
+    root = drops.drop(tmp_path / "d", cells=("c4", "c5"))
     copy = root / "aiperf" / "c5"
     copy.mkdir()
     for each in (RECORDS, SUMMARY):

@@ -10,6 +10,7 @@ import pytest
 
 from lanekit.verdict import MicroRow
 
+pytestmark = pytest.mark.usefixtures("known_lanes")
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("plots", ROOT / "scripts" / "plots.py")
 assert SPEC is not None

@@ -41,13 +41,10 @@ def everything(root: Path) -> str:
 
 def two_hosts(root: Path, name: str = "v2-efa-proxy") -> Path:
     drop = drops.drop(root, name, lambda lines: [lines[0], *LINES, *lines[1:]])
-    log = drop / "logs" / "here-server.log"
-    log.rename(log.with_name("ip-10-0-0-1-server.log"))
     host = {"host": "ip-10-0-0-1", "nics": [{}] * 16}
     (drop / "host").mkdir()
     (drop / "host" / "ip-10-0-0-1.json").write_text(json.dumps(host))
     found = json.loads((drop / "manifest.json").read_text())
-    found["plan"]["hosts"] = ["ip-10-0-0-1", "ip-10-0-0-2"]
     found["environment"] = {"HOME": "/home/ann", "X": "/lab7/ann/x"}
     (drop / "manifest.json").write_text(json.dumps(found))
     return drops.seal(drop)
@@ -76,7 +73,7 @@ def test_names_are_gone_and_ranks_stay(tmp_path: Path) -> None:
     assert everything(drop) == before
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["redacted"] is True
-    assert manifest["plan"]["hosts"] == ["host-1", "host-2"]
+    assert [host["name"] for host in manifest["plan"]["hosts"]] == ["host-1", "host-2"]
     assert "logs/host-1-server.log" in manifest["files"]
 
 
@@ -130,7 +127,7 @@ def test_an_incomplete_drop_can_be_redacted(tmp_path: Path) -> None:
     drop = two_hosts(tmp_path / "drop")
     drops.edit_json(drop / "manifest.json", state="failed", files={}, failure="at /home/ann/x")
     redact.redact(drop, tmp_path / "out")
-    assert "/d1/d2" in verify(tmp_path / "out").reason
+    assert "failed: at /d" in verify(tmp_path / "out").reason
     assert msgspec.json.decode((tmp_path / "out" / "manifest.json").read_bytes())["files"] == {}
 
 

@@ -206,7 +206,19 @@ TIMELESS = "complete, but it does not say when it began and ended"
         ({"lane": None}, {}, "lane None planned, vllm in the row"),
         ({"profile": "h200x2"}, {}, "profile h200x2 planned, cpu in the row"),
         ({"driver": "batch"}, {}, "driver batch, the lane has aiperf"),
-        ({"engine": "trtllm"}, {}, "engine trtllm, the lane has vllm"),
+        ({"engine": "trtllm"}, {},
+         "no version of trtllm is pinned; engine trtllm, the lane has vllm"),
+        ({"pins": {"aiperf": "0.10.0"}}, {}, "no version of vllm is pinned"),
+        ({"hosts": ["a", "b"]}, {}, "2 hosts, the profile has 1"),
+        ({"launcher": "compose"}, {}, "containers without an image"),
+        ({"services": []}, {}, "the server's command lacks 8000, /models/tiny"),
+        ({"services": [{"command": ["true"]}]}, {},
+         "the server's command lacks 8000, /models/tiny"),
+        ({"services": [{"command": "--port 8000 /models/tiny"}]}, {},
+         "the server's command lacks 8000, /models/tiny"),
+        ({"cells": {"c4": {"command": ["true"], "artifacts": "aiperf/c4"}}}, {},
+         "no command that takes c4"),
+        ({}, {"runner": None}, "no process ran it"),
         ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
         ({}, {"ended": None}, TIMELESS),
         ({}, {"started": "yesterday"}, TIMELESS),
@@ -226,6 +238,69 @@ def test_a_manifest_that_contradicts_itself_or_its_lane_refutes(
     assert (found.result, check(found, "manifest").actual) == ("refuted", said)
 
 
+def planned(root: Path, change: Callable[[dict[str, Any]], object], name: str = "cpu") -> Verdict:
+    """The verdict of a drop whose plan was changed."""
+    drop = drops.drop(root / "d", name)
+    found = json.loads((drop / "manifest.json").read_text())["plan"]
+    change(found)
+    drops.edit_json(drop / "manifest.json", plan=found)
+    return verify(drop)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x["services"][0]["command"].append("--other"),
+         "plan.services.0.command.7 --other, the lane has None"),
+        (lambda x: x["services"][0]["command"].pop(), "plan.services.0.command.6 None, the lane"),
+        (lambda x: x["services"][0].update(env={"A": "1"}), "plan.services.0.env.A 1, the lane"),
+        (lambda x: x["cells"]["c4"].update(requests=4), "plan.cells.c4.requests 4, the lane has 8"),
+        (lambda x: x["cells"]["c4"]["command"].remove("--streaming"), "plan.cells.c4.command."),
+        (lambda x: x.update(prefill=[8]), "plan.prefill.0 8, the lane has None"),
+        (lambda x: x.update(patches={"a": "0"}), "plan.patches.a 0, the lane has None"),
+        (lambda x: x.update(comparable=True), "plan.comparable True, the lane has False"),
+        (lambda x: x.update(stack="current"), "plan.stack current, the lane has 2026-07"),
+        (lambda x: x.update(url="http://10.0.0.9:1"), "plan.url http://10.0.0.9:1, the lane has"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_its_lane_would_not_make_refutes(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    found = planned(tmp_path, change)
+    lane = check(found, "lane")
+    assert (found.result, lane.outcome, lane.severity) == ("refuted", "failed", "required")
+    assert said in lane.actual
+
+
+def test_a_lane_that_changed_since_is_shown_and_does_not_refute(tmp_path: Path) -> None:
+    """Tuning a lane makes no old drop false; what is not the same any more is listed."""
+
+    def older(plan: dict[str, Any]) -> None:
+        plan["lane_sha256"] = "0" * 64
+        plan["cells"]["c4"]["deadline_s"] = 5.0
+
+    found = planned(tmp_path, older)
+    lane = check(found, "lane")
+    assert (found.result, lane.outcome, lane.severity) == ("proven", "unchecked", "noted")
+    assert "has changed since, or the plan: plan.cells.c4.deadline_s 5.0" in lane.actual
+
+
+def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
+    lane = check(planned(tmp_path, lambda x: x.update(hosts=["here"])), "lane")
+    assert (lane.outcome, lane.severity) == ("unchecked", "noted")
+    assert "cannot be planned again" in lane.actual
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_where_a_checkout_stood_makes_no_difference(tmp_path: Path) -> None:
+    def moved(plan: dict[str, Any]) -> None:
+        command = plan["cells"]["c4"]["command"]
+        assert command[1].endswith("/micro/micro.py")
+        command[1] = "/elsewhere/lanes/micro/micro.py"
+
+    assert check(planned(tmp_path, moved, "v2-one"), "lane").outcome == "met"
+
+
 @pytest.mark.parametrize(("lane", "arm"), [("vllm", "nonesuch"), ("nonesuch", "floor")])
 def test_a_row_that_no_lane_knows_has_no_verdict(tmp_path: Path, lane: str, arm: str) -> None:
     row = {"lane": lane, "arm": arm, "profile": "cpu", "cells": ["c4"]}
@@ -234,19 +309,24 @@ def test_a_row_that_no_lane_knows_has_no_verdict(tmp_path: Path, lane: str, arm:
     assert check(found, "manifest").actual == f"this checkout has no {lane}/{arm} on cpu"
 
 
-def batch(root: Path, cells: dict[str, dict[str, str]], **other: Any) -> Verdict:
-    """A drop of a program that was started once a cell, each time as other processes."""
-    drop = drops.drop(root / "d", "v2-one", plan={"cells": cells}, **other)
+def batch(root: Path, cells: dict[str, str], **other: Any) -> Verdict:
+    """A drop of a program that was started once a cell, each time as other processes. cells: name
+    -> folder."""
+    drop = drops.drop(root / "d", "v2-one", cells=tuple(cells), **other)
+    found = json.loads((drop / "manifest.json").read_text())["plan"]
+    for name, folder in cells.items():
+        found["cells"][name]["artifacts"] = folder
+    drops.edit_json(drop / "manifest.json", plan=found)
     shutil.rmtree(drop / "micro")
     for name in ("decode", "prefill"):
         drops.micro(drop / "micro" / name, 1)
     again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", "8000")
-    (drop / "logs" / "vm-prefill.log").write_text(again + "\n")
+    (drop / "logs" / "here-prefill.log").write_text(again + "\n")
     return verify(drops.seal(drop))
 
 
 def test_a_batch_drop_is_judged_cell_by_cell(tmp_path: Path) -> None:
-    found = batch(tmp_path, {n: {"artifacts": f"micro/{n}"} for n in ("decode", "prefill")})
+    found = batch(tmp_path, {n: f"micro/{n}" for n in ("decode", "prefill")})
     assert (found.result, [row.cell for row in found.micro]) == ("proven", ["decode", "prefill"])
 
 
@@ -257,7 +337,7 @@ def test_a_batch_drop_without_cells_proves_nothing(tmp_path: Path) -> None:
 
 def test_a_batch_drop_that_lacks_a_cell_of_its_row_is_refuted(tmp_path: Path) -> None:
     row = {"lane": "micro", "arm": "v2", "profile": "h200x1", "cells": ["decode", "prefill"]}
-    found = batch(tmp_path, {"decode": {"artifacts": "micro/decode"}}, row=row)
+    found = batch(tmp_path, {"decode": "micro/decode"}, row=row)
     assert (found.result, check(found, "cells").outcome) == ("refuted", "failed")
 
 
@@ -292,7 +372,7 @@ def test_a_program_that_built_the_same_buffer_answers_no_requests(tmp_path: Path
 
 def test_one_record_does_not_stand_for_two_cells(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="more than one cell"):
-        batch(tmp_path, {n: {"artifacts": "micro/decode"} for n in ("decode", "prefill")})
+        batch(tmp_path, dict.fromkeys(("decode", "prefill"), "micro/decode"))
 
 
 def test_a_server_s_drop_is_not_judged_as_a_program_s(tmp_path: Path) -> None:
@@ -304,12 +384,11 @@ def test_a_server_s_drop_is_not_judged_as_a_program_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["../outside", "micro/absent", "/etc"])
 def test_a_batch_cell_outside_the_drop_is_refused(tmp_path: Path, where: str) -> None:
     with pytest.raises(Unreadable, match="not in the drop"):
-        batch(tmp_path, {"decode": {"artifacts": where}})
+        batch(tmp_path, {"decode": where})
 
 
 def test_a_planned_cell_that_was_not_run_refutes(tmp_path: Path) -> None:
-    cell = {"concurrency": 4, "requests": 8, "isl": 120, "osl": 128}
-    root = drops.drop(tmp_path / "d", plan={"cells": {"c4": cell, "c8": cell}})
+    root = drops.drop(tmp_path / "d", cells=("c4", "c8"))
     assert check(verify(root), "cells").missing == ("c8",)
     assert verify(root).result == "refuted"
 
