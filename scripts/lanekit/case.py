@@ -94,7 +94,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     facts = Facts(
         profile=spec.profile(held.profile),
         requests=_total(loads, asked=_asked(plan)),
-        engine_version=_version(plan),
+        engine_version=row.version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
         versions=_versions(plan),
     )
@@ -168,7 +168,7 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
         if path in files.values():
             raise Unreadable(f"{path}: stands for more than one cell", remedy="Run the lane again.")
         files[cell] = path
-    facts = Facts(profile, None, _version(plan), versions=_versions(plan), batch=True)
+    facts = Facts(profile, None, row.version(plan), versions=_versions(plan), batch=True)
     checks = [*checks, _all_cells(manifest)]
     if trains:
         return _trained(subject, facts, files, checks)
@@ -493,28 +493,12 @@ def _tokens(plan: Mapping[str, Any]) -> int | None:
     return sum((r or 0) * ((i or 0) + (o or 0)) for r, i, o in parts)
 
 
-def _version(plan: Mapping[str, Any]) -> str | None:
-    """The engine's pinned version; its CPU build, or its distribution, has a name of its own."""
-    engine = str(plan.get("engine"))
-    names = (engine, f"{engine}-cpu", *DISTRIBUTIONS.get(engine, ()))
-    return next((x for name in names if (x := _text(_at(plan, "pins", name)))), None)
-
-
-# What an engine, or a library that the evidence hook reads, is installed as.
-DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "trtllm": ("tensorrt-llm",),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-    "deep_ep": ("deep-ep", "sgl-deep-ep"),
-}
-
-
 def _versions(plan: Mapping[str, Any]) -> dict[str, str]:
     """What the plan pins of the libraries that the evidence hook reads."""
     return {
         name: version
         for name in ("nccl", "nvshmem", "deep_ep")
-        for distribution in DISTRIBUTIONS[name]
+        for distribution in row.DISTRIBUTIONS[name]
         if (version := _text(_at(plan, "pins", distribution)))
     }
 

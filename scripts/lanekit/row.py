@@ -22,6 +22,22 @@ from lanekit.verdict import Check, Outcome
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
 
 
+# What an engine, or a library that the evidence hook reads, is installed as.
+DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "trtllm": ("tensorrt-llm",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+    "deep_ep": ("deep-ep", "sgl-deep-ep"),
+}
+
+
+def version(plan: Mapping[str, Any]) -> str | None:
+    """The engine's pinned version; its CPU build, or its distribution, has a name of its own."""
+    engine, pins = str(plan.get("engine")), _dict(plan.get("pins"))
+    names = (engine, f"{engine}-cpu", *DISTRIBUTIONS.get(engine, ()))
+    return next((found for name in names if isinstance(found := pins.get(name), str)), None)
+
+
 def lane(row: Row) -> spec.Lane | None:
     """The lane of a row; None where this checkout has no such lane, arm, or arm on that profile."""
     try:
@@ -164,9 +180,8 @@ def _started(manifest: Manifest) -> Iterator[str]:
     lost = [name for name, cell in _dict(plan.get("cells")).items() if not _takes(cell)]
     if lost:
         yield f"no command that takes {_listed(lost)}"
-    pins, engine = _dict(plan.get("pins")), plan.get("engine")
-    if not pins or (plan.get("driver") == "aiperf" and not {engine, f"{engine}-cpu"} & {*pins}):
-        yield f"no version of {engine} is pinned"
+    if not plan.get("pins") or (plan.get("driver") == "aiperf" and version(plan) is None):
+        yield f"no version of {plan.get('engine')} is pinned"
     images = {**manifest.images, **_dict(_dict(plan.get("containers")).get("images"))}
     if plan.get("launcher") != "process" and not images:
         yield "containers without an image"

@@ -48,7 +48,7 @@ VLLM: Final = (
 VERSIONS: Final = {"deep_ep": "2.0.0", "nccl": "2.30.4", "nvshmem": "3.6.5"}
 PINS: Final = {
     "vllm": "0.24.0", "aiperf": "0.10.0", "deep-ep": "2.0.0", "nvidia-nccl-cu13": "2.30.4",
-    "nvidia-nvshmem-cu13": "3.6.5", "tensorrt-llm": "0.21.0",
+    "nvidia-nvshmem-cu13": "3.6.5", "tensorrt-llm": "0.21.0", "sglang": "0.5.11",
 }  # fmt: skip
 SGLANG: Final = (
     "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/m', served_model_name='tiny', "
