@@ -82,7 +82,7 @@ class Case(msgspec.Struct, frozen=True):
     """What is judged: hosts against a profile, and the plan of a lane and arm where one is given.
 
     ports: TCP ports that a run will use. reached: host -> `peer:port` -> what a connection attempt
-    said. pinned: the version of the EFA installer in images/pins.toml.
+    said. pinned: versions of images/pins.toml (efa, nccl, nvshmem), which every image holds.
     """
 
     profile: Profile
@@ -91,7 +91,7 @@ class Case(msgspec.Struct, frozen=True):
     plan: Plan | None = None
     ports: tuple[int, ...] = ()
     reached: dict[str, dict[str, Text]] = {}
-    pinned: str = ""
+    pinned: dict[str, str] = {}
 
 
 _SHELL: Final = re.compile(r"^(?:ba|da)?sh: (?:line )?\d+: ")  # before what it could not find
@@ -222,7 +222,7 @@ def efa(rule: Rule, case: Case, host: Capture) -> str:
 @_check
 def installer(rule: Rule, case: Case, host: Capture) -> str:
     """The host's installer against the pin."""
-    return _floor("installer", machine.parse_installer(read(host, "installer")), case.pinned)
+    return _floor("installer", machine.parse_installer(read(host, "installer")), case.pinned["efa"])
 
 
 @_check
@@ -440,6 +440,8 @@ def floors(rule: Rule, case: Case, host: Capture) -> str:
     said = []
     for name, least in (("nccl", needs.nccl), ("nvshmem", needs.nvshmem)):
         held = [v for package, v in plan.pins.items() if package.startswith(f"nvidia-{name}-")]
+        if plan.containers and not held:
+            held = [case.pinned[name]] if name in case.pinned else []
         if least and not held:
             raise Unknown(f"the plan pins no {name}")
         said += [_floor(name, version, least) for version in held if least]
@@ -452,8 +454,11 @@ def floors(rule: Rule, case: Case, host: Capture) -> str:
 def floor(case: Case) -> Floor:
     """What the contract of the plan needs; nothing without a plan."""
     name = case.plan.contract if case.plan else ""
-    fits = [begin for begin in case.rules.floors if name.startswith(begin)]
-    return case.rules.floors[max(fits, key=len)] if fits else Floor()
+    fits = [found for part, found in case.rules.floors.items() if part in name]
+    merged: dict[str, object] = {}
+    for found in fits:
+        merged |= {k: v for k in found.__struct_fields__ if (v := getattr(found, k))}
+    return msgspec.convert(merged, Floor)
 
 
 def _plan(case: Case) -> Plan:

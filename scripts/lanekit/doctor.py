@@ -147,7 +147,7 @@ def require(plan: Plan, say: Say) -> dict[str, machine.Machine]:
     """
     profile = spec.profile(plan.profile)
     ports = tuple(plan.ports.values()) if len(plan.hosts) > 1 else ()
-    case = Case(profile, (), checks.rules(), plan, ports, pinned=_pinned())
+    case = Case(profile, (), checks.rules(), plan, ports, pinned=_pinned(plan))
     case = ask(case, plan.hosts, folder(plan.drop))
     found = examine(case)
     for finding in found:
@@ -196,11 +196,18 @@ def _ways(source: Host, hosts: Sequence[Host], ports: Iterable[int]) -> dict[str
     }
 
 
-def _pinned() -> str:
-    from lanekit import pins  # noqa: PLC0415
+def _pinned(plan: Plan | None) -> dict[str, str]:
+    """The EFA installer, NCCL and NVSHMEM of a plan's stack."""
+    from lanekit import images, pins  # noqa: PLC0415
 
-    value = pins.load().pin["efa"].both
-    return value.version if value else ""
+    stack = plan.stack if plan else images.DEFAULT_STACK
+    v1 = plan is not None and "v1" in plan.contract
+    known, found = pins.load().pin, {}
+    for name in ("efa", "nccl", "nvshmem"):
+        pin = known["nvshmem_v1" if v1 and name == "nvshmem" else name]
+        value = pin.both or pin.stack.get(stack)
+        found[name] = value.version if value else ""
+    return found
 
 
 def text(report: Report, rules: Mapping[str, Rule]) -> str:
@@ -355,7 +362,7 @@ def _case(args: argparse.Namespace, here: machine.Machine) -> Case:
         )  # fmt: skip
         plan = planning.make(options, here)
     ports = _numbers(args.ports, "PORTS") or (PORTS if profile.hosts > 1 else ())
-    return Case(profile, (), checks.rules(), plan, ports, pinned=_pinned())
+    return Case(profile, (), checks.rules(), plan, ports, pinned=_pinned(plan))
 
 
 def _hosts(args: argparse.Namespace, case: Case, here: machine.Machine) -> tuple[Host, ...]:

@@ -25,7 +25,7 @@ SLOW = Text(137, "")
 
 
 def case(profile: spec.Profile, *hosts: Capture, **other: object) -> Case:
-    made = Case(profile, hosts, RULES, pinned="1.50.0", ports=(8000,))
+    made = Case(profile, hosts, RULES, pinned={"efa": "1.50.0", "nccl": "2.30.4"}, ports=(8000,))
     return msgspec.structs.replace(made, **other)
 
 
@@ -221,6 +221,16 @@ def test_the_plans_versions_are_held_to_the_contracts_floor(bare: machine.Machin
     assert found.said == "NCCL_GIN_TYPE=(unset); v2-efa-gda needs 5"
     found = one("efa", case(P5, host(P5EN, efa="3.0.0g"), plan=new))
     assert found.said == "efa.ko 3.0.0g, needs 3.3.0 or later"
+
+
+def test_no_declared_arm_is_below_the_doctors_floors(bare: machine.Machine) -> None:
+    for entry in lanes.entries():
+        made = made_plan(bare, lane=entry.lane, arm=entry.arm, profile=entry.profile, start=False)
+        fits = case(spec.profile(entry.profile), host(P5EN), plan=made,
+                    pinned=doctor._pinned(made))  # fmt: skip
+        for name in ("floors", "tokens"):
+            found = one(name, fits)
+            assert found.outcome == "met", f"{entry.lane}/{entry.arm} {entry.profile}: {found.said}"
 
 
 @pytest.mark.parametrize(
