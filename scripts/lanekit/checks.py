@@ -440,7 +440,7 @@ def floors(rule: Rule, case: Case, host: Capture) -> str:
     said = []
     for name, least in (("nccl", needs.nccl), ("nvshmem", needs.nvshmem)):
         held = [v for package, v in plan.pins.items() if package.startswith(f"nvidia-{name}-")]
-        if plan.containers and not held:
+        if not held and plan.environments["server"].name.startswith("image "):
             held = [case.pinned[name]] if name in case.pinned else []
         if least and not held:
             raise Unknown(f"the plan pins no {name}")
