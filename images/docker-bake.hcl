@@ -11,7 +11,7 @@ function "tags" {
 }
 
 group "default" {
-  targets = ["aiperf", "vllm-cpu", "vllm", "sglang", "trtllm", "megatron", "nemo-rl", "v1"]
+  targets = ["aiperf", "llmd", "vllm-cpu", "vllm", "sglang", "trtllm", "megatron", "nemo-rl", "v1"]
 }
 
 group "v1" {
@@ -39,6 +39,12 @@ target "aiperf" {
   inherits = ["_common"]
   context  = "images/aiperf"
   tags     = tags("aiperf")
+}
+
+target "llmd" {
+  inherits = ["_common"]
+  context  = "images/llmd"
+  tags     = tags("llmd")
 }
 
 target "vllm-cpu" {

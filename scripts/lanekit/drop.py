@@ -44,6 +44,9 @@ class Drop:
             for folder in ("logs", "host"):
                 (path / folder).mkdir(parents=True, exist_ok=folder != "logs")
             (path / RESERVE).write_bytes(b"\0" * 65536)
+            for name, text in plan.files.items():
+                (path / "files").mkdir(exist_ok=True)
+                (path / "files" / name).write_text(text)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the drop {path}: {error.strerror}",

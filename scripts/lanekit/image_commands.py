@@ -53,7 +53,9 @@ def _of(name: str, profile: str) -> list[str]:
             f"lane {name} has no setting for profile {profile}",
             remedy=f"It runs on: {', '.join(lane.profiles)}.",
         )
-    return [spec.image(lane, lane.profiles[profile].arm, profile), "aiperf"]
+    found = lane.profiles[profile]
+    image = spec.image(lane, found.arm, profile)
+    return [image, "aiperf", *found.tools.values()]
 
 
 def _build(names: list[str], stack: str, *, plan: bool) -> int:

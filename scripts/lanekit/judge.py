@@ -14,6 +14,8 @@ from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
 
+SPREAD: Final = 20  # an endpoint is loaded from this fraction of the planned requests on
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
@@ -233,6 +235,23 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
     return ("met" if count >= facts.requests else "failed"), expected, f"{count} lines", []
 
 
+def _spread(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
+    """As many lines as requests, over several endpoints. One with a few lines does not count: every
+    engine was asked once before the router was."""
+    outcome, expected, actual, missing = _requests(rule, lines, logs, facts)
+    counts: dict[str, int] = defaultdict(int)
+    for x in lines:
+        counts[dict(x.evidence.values).get("endpoint", "")] += x.evidence.count
+    counts.pop("", None)
+    least = max(2, (facts.requests or 0) // SPREAD)
+    loaded = sum(count >= least for count in counts.values())
+    if outcome == "met" and loaded < 2:
+        outcome = "failed"
+    told = " and ".join(str(count) for count in sorted(counts.values(), reverse=True))
+    shown = f"{actual} over {loaded} loaded endpoints" + (f" ({told})" if told else "")
+    return outcome, f"{expected} over at least 2 endpoints", shown, missing
+
+
 def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
     count = sum(x.evidence.count for x in lines)
     if logs.files == 0:
@@ -246,7 +265,7 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged
 
 _NEEDS: Final = {
     "ranks": _ranks, "line": _line, "count": _count, "lines": _count,
-    "requests": _requests, "none": _none,
+    "requests": _requests, "spread": _spread, "none": _none,
 }  # fmt: skip
 
 

@@ -56,12 +56,14 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One process of serve.yaml on one host. env: variables added to the inherited ones."""
+    """One process of serve.yaml on one host. env: variables added to the inherited ones. image:
+    where it is not the engine's."""
 
     name: str
     host: str
     command: tuple[str, ...]
     env: dict[str, str]
+    image: str = ""
 
 
 class CellPlan(msgspec.Struct, frozen=True):
@@ -123,7 +125,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256.
 
     hosts: in the order of their ranks, the leader first. ports: of the leader, by name; `port` is
-    the server's. extra_env: given by ENV=. lane_sha256: of all files that it follows from.
+    the server's. extra_env: given by ENV=. lane_sha256: of all files that it follows from. files:
+    name -> text, laid into the drop's `files/`. backends: addresses of the engines behind what
+    AIPerf asks; empty where it asks the engine itself.
     """
 
     schema: int = SCHEMA
@@ -155,6 +159,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     drop: str
     torch_index: str
     containers: Containers | None = None
+    files: dict[str, str] = {}
+    backends: tuple[str, ...] = ()
     prefill: tuple[int, ...] = ()
     gate: GatePlan | None = None
     extra_env: dict[str, str] = {}

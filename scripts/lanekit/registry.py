@@ -28,6 +28,7 @@ TELLING: Final = (
     "nemo-rl",
     "megatron-core",
     "aiperf",
+    "vllm-router",
 )
 
 

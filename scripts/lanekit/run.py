@@ -5,8 +5,8 @@ A lane's run.py says what its lane does with the steps of `Run`; this module say
 
 import contextlib
 import importlib.util
-import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -155,7 +155,8 @@ class Run:
             self._take(name, cell)
 
     def _await_completion(self, begin: float) -> None:
-        """Ask for one token until one comes: /health alone lies (awsome-distributed-ai#1256)."""
+        """Ask for one token until one comes: /health alone lies (awsome-distributed-ai#1256). Every
+        engine behind a router is asked before the router: it would hide one that is late."""
         body = {
             "model": self.plan.model.served_name,
             "prompt": "ready",
@@ -164,7 +165,11 @@ class Run:
         }
         with requests.Session() as session:
             session.trust_env = False  # a proxy must not stand between us and loopback
-            while not _completed(session, f"{self.plan.url}/v1/completions", body):
+            urls = [f"{url}/v1/completions" for url in (*self.plan.backends, self.plan.url)]
+            while urls:
+                if _completed(session, urls[0], body):
+                    del urls[0]
+                    continue
                 self._launcher.check()
                 self.drop.require_room()
                 waited = time.monotonic() - begin
@@ -305,7 +310,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
 
 def _prepare(run: Run) -> None:
     """Environments and model."""
-    plan, drop, say = run.plan, run.drop, run.progress.say
+    plan, drop, say, cells = run.plan, run.drop, run.progress.say, run.plan.cells.values()
     drop.state("installing")
     begin = time.monotonic()
     for environment in plan.environments.values():
@@ -313,9 +318,9 @@ def _prepare(run: Run) -> None:
             _ensure(environment.name, plan.torch_index, say)
         elif plan.containers is None:
             _require_program(environment.python)
-    for cell in plan.cells.values():
-        if plan.containers is None:
-            _require_program(cell.command[0])
+    if plan.containers is None:
+        for name in [s.command[0] for s in plan.services] + [c.command[0] for c in cells]:
+            _require_program(name)
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
     elif Path(plan.model.path).is_absolute():
@@ -326,10 +331,13 @@ def _prepare(run: Run) -> None:
 
 
 def _require_program(path: str) -> None:
-    """A given interpreter, and AIPerf beside one: found out before a server starts, not after."""
-    if not os.access(path, os.X_OK):
+    """A given interpreter, AIPerf beside one, and what a lane takes from PATH: found out before a
+    server starts, not after."""
+    if shutil.which(path) is None:
+        where = "at" if "/" in path else "on PATH named"
         raise ConfigError(
-            f"no program at {path}", remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=."
+            f"no program {where} {path}",
+            remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=; the lane's README says what it needs.",
         )
 
 

@@ -105,7 +105,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests before each cell that no figure counts. prefill: prompt lengths in tokens, each sent
     once before the first cell, for an engine that compiles a kernel for each. patches: our series
     (folders of patches/) that the engine must hold. reference: the arm whose answers these must
-    equal; empty for an arm that is one itself.
+    equal; empty for an arm that is one itself. services:
+    those of serve.yaml that it starts; all when none is named.
     """
 
     title: str
@@ -118,6 +119,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warmup: int = 0
     prefill: tuple[int, ...] = ()
     patches: tuple[str, ...] = ()
+    services: tuple[str, ...] = ()
     known_failing: KnownFailing | None = None
     reference: str = ""
 
@@ -128,7 +130,9 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     like: another profile's setting that this one begins with: its arguments come first, its other
     values count where this one says nothing. environment: the lock in locks/ that holds the engine;
     empty where an image holds it. image: the image of the graph that holds the engine; the lane's
-    when empty.
+    when empty. tools: programs beside the engine, name -> lock and image of that name; `router` is
+    `${LANE_BIN_ROUTER}` and `${LANE_IMAGE_ROUTER}` in serve.yaml. backends: names of ports that
+    engines listen on, on every host, where something stands between them and AIPerf.
     """
 
     arm: str = ""
@@ -136,6 +140,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Model | None = None
     environment: str = ""
     image: str = ""
+    tools: dict[str, str] = {}
+    backends: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 
@@ -161,6 +167,8 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leader that the engine needs beside the server's; `rpc` is `${LANE_PORT_RPC}` in serve.yaml.
     reads: variable that serve.yaml, a profile, a role or an arm sets -> the component that reads it
     (images/guard/readers.toml). dropped: variable of the published recipe -> why it is not set.
+    files: of the lane's folder, filled in like serve.yaml and laid into the drop's `files/`, which
+    is `${LANE_FILES}`.
     """
 
     name: str
@@ -174,6 +182,7 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: str = ""
     ready_s: float = 1200.0
     ports: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     roles: dict[Literal["leader", "worker"], Role] = {}
     reads: dict[str, str] = {}
     dropped: dict[str, str] = {}
@@ -240,6 +249,8 @@ def _over(base: Setting | None, own: Setting) -> Setting:
         image=own.image or base.image,
         args=(*base.args, *own.args),
         env={**base.env, **own.env},
+        tools={**base.tools, **own.tools},
+        backends=own.backends or base.backends,
     )
 
 
@@ -265,6 +276,8 @@ def checked(found: Lane) -> Lane:
     for where, setting in found.profiles.items():
         _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
         _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")
+        for port in setting.backends:
+            _require(port, found.ports, what="port", option=f"lane {found.name}, backends")
     for arm in found.arms.values():
         _check_arm(found, arm)
     return found

@@ -205,6 +205,30 @@ def _engine(kind: str, fleet: Fleet) -> list[str]:
     return said[kind]
 
 
+READY: Final = 'INFO vllm_router_rs::server: src/server.rs:1192: Router ready | workers: ["a", "b"]'
+STARTED: Final = '{"level":"info","msg":"EPP starting (file discovery mode)","grpcPort":9002}'
+PICKED: Final = (
+    '{"level":"Level(-3)","msg":"Request handled","targetModel":"t","endpoint":"10.0.0.%d:80"}'
+)
+
+
+def answer(pid: int) -> str:
+    """An answered request of one of several engines."""
+    return POST.replace("pid=3", f"pid={pid}")
+
+
+def _routed(gpu: list[str], net: list[str]) -> dict[str, list[str]]:
+    """Two engines of four answers each, and what stood before them."""
+    answers = [answer(pid) for pid in (4, 5) for _ in range(4)]
+    picked = [STARTED, *(PICKED % (n % 2 + 1) for n in range(8))]
+    return {
+        "routed": [*VLLM, READY, *answers],
+        "picked": [*VLLM, *picked, *answers],
+        "routed-efa": [*gpu, *net, READY, *answers],
+        "picked-efa": [*gpu, *net, *picked, *answers],
+    }
+
+
 def _own(name: str) -> list[str]:
     """The lines of a contract that stands alone."""
     shim = _net(without="devComm")
@@ -218,6 +242,7 @@ def _own(name: str) -> list[str]:
         "train-nvlink": _peers()
         + _armed(ONE)
         + _said(ONE, "megatron", "backend=nccl dispatcher=alltoall"),
+        **_routed(gpu, _net()),
         "published-2026-07-trtllm": [*shim, *[SEAM] * 16, ALLTOALL.format("DeepEP: 2")],
         "published-2026-07-vllm": [
             *shim,
@@ -234,7 +259,11 @@ def _own(name: str) -> list[str]:
 
 def log(name: str) -> list[str]:
     """The smallest log that satisfies a contract, loaded or run once a cell."""
-    if name.startswith(("published", "train")) or name in ("floor", "cpu", "cpu-gloo"):
+    if name.startswith(("published", "train", "routed", "picked")) or name in (
+        "floor",
+        "cpu",
+        "cpu-gloo",
+    ):
         lines = _own(name)
     else:
         base = contract.load(name).extends or name
@@ -260,6 +289,10 @@ SUBJECTS: Final = {
     "published-2026-07-sglang": ("sglang", "seam", "p5en-x2"),
     "cpu-gloo": ("micro", "gloo", "cpu"),
     "v2-one": ("micro", "v2", "h200x1"),
+    "routed": ("llmd", "router", "cpu"),
+    "picked": ("llmd", "epp", "cpu"),
+    "routed-efa": ("llmd", "router", "p5en-x2"),
+    "picked-efa": ("llmd", "epp", "p5en-x2"),
     "train-gloo": ("megatron", "alltoall", "cpu"),
     "train-one": ("megatron", "alltoall", "h200x1"),
     "train-nvlink": ("megatron", "alltoall", "h200x2"),
@@ -276,7 +309,7 @@ SUBJECTS: Final = {
 }
 
 DRIVERS: Final = {"micro": "batch", "megatron": "batch", "nemo-rl": "batch"}
-ENGINES: Final = {"micro": "deepep", "megatron": "megatron-core"}
+ENGINES: Final = {"micro": "deepep", "llmd": "vllm", "megatron": "megatron-core"}
 CELLS: Final = ("c4", "c5", "c8", "decode", "prefill")
 LOAD: Final = {"concurrency": 4, "requests": 8}
 
