@@ -13,10 +13,9 @@ from typing import Final
 
 import msgspec
 
-from lanekit import compare, lanes, machine, plan, planning, published, registry, spec
+from lanekit import compare, hosts, lanes, machine, plan, planning, published, registry, spec
 from lanekit import drop as drops
 from lanekit.errors import ConfigError, LaneError, Unreadable
-from lanekit.image_commands import wanted
 from lanekit.machine import Machine
 from lanekit.manifest import Manifest
 from lanekit.plan import Plan
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace, options: planning.Options) -> int:
     _say(_before(known, name, made))
     if made.containers is not None:
         for ssh in dict.fromkeys(host.ssh for host in made.hosts):
-            for image in wanted([name.lane], made.profile):
+            for image in needed(spec.lane(name.lane), name.arm, made.profile):
                 _say([registry.pull(image, made.stack, args.registry, ssh=ssh)])
     made = planning.make(options, here)
     planning.require_hosts(made)
@@ -131,7 +130,7 @@ def settled(
         cells=(name.cell,),
         profile=profile,
         profile_why=options.profile_why or ("" if options.profile else why),
-        launcher=options.launcher or _launcher(lane, profile, options),
+        launcher=options.launcher or _launcher(lane, name.arm, profile, options),
     )
 
 
@@ -142,10 +141,16 @@ def _own(lane: spec.Lane, arm: str, here: Machine) -> str:
     return name if name in lane.arms[arm].contracts else fits[0].name
 
 
-def _launcher(lane: spec.Lane, profile: str, options: planning.Options) -> str:
+def needed(lane: spec.Lane, arm: str, profile: str) -> list[str]:
+    """The images of the graph that an arm runs in: engine, load generator, tools."""
+    loader = ["aiperf"] if lane.workload.driver == "aiperf" else []
+    return [spec.image(lane, arm, profile), *loader, *lane.profiles[profile].tools.values()]
+
+
+def _launcher(lane: spec.Lane, arm: str, profile: str, options: planning.Options) -> str:
     """Containers where every image is published or nothing else holds the engine; else in place."""
-    held = registry.read().get(lane.stack, {})
-    if all(image in held for image in wanted([lane.name], profile)):
+    held = registry.read().get(lane.arms[arm].stack or lane.stack, {})
+    if all(image in held for image in needed(lane, arm, profile)):
         return "compose"
     in_place = options.server_python or lane.profiles[profile].environment
     return "process" if in_place and spec.profile(profile).hosts == 1 else "compose"
@@ -157,10 +162,13 @@ def require(name: Name, made: Plan, here: Machine) -> None:
     Raises:
         ConfigError: what is missing, and the nearest row that this machine can run.
     """
-    if made.hosts[0].ssh:  # the leader is another machine: `lanekit doctor` asks it
-        return
     profile = spec.profile(made.profile)
+    unnamed = made.hosts_why == hosts.UNNAMED
+    if made.hosts[0].ssh and not unnamed:  # the leader is another machine: doctor asks it
+        return
     missing = lacks(profile, here)
+    if unnamed:
+        missing.append(f"it needs {profile.hosts} hosts, named with HOSTS=")
     if missing:
         raise ConfigError(
             f"{name} on {profile.name} cannot run here: {', '.join(missing)}",
@@ -181,8 +189,6 @@ def lacks(profile: spec.Profile, here: Machine) -> list[str]:
         )
     if len(here.nics) < profile.nics:
         missing.append(f"it needs {profile.nics} EFA NICs a host and there are {len(here.nics)}")
-    if missing and profile.hosts > 1:
-        missing.append(f"it needs {profile.hosts} such hosts")
     return missing
 
 

@@ -40,7 +40,6 @@ def h200(bare: Machine, gpus: int, nics: int = 0) -> Machine:
         ("vllm/nope/c4", "lane vllm has no arm 'nope'"),
         ("nope/v2/c4", "no lane named 'nope'"),
         ("trtllm/shim/c4", "trtllm/shim is a published row only: retired"),
-        ("vllm/v1-ht-graph/c4", "published row only: not declared here"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_what_is_known(
@@ -50,6 +49,13 @@ def test_a_row_that_is_none_is_refused_with_what_is_known(
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") >= 2, "an error and what to do next"
+
+
+def test_a_published_row_without_an_arm_here_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("vllm/fancy/c4", "vllm-epnc1", "x", "records", {"tok_s": 1.0})
+    monkeypatch.setattr(published, "load", lambda: msgspec.structs.replace(KNOWN, rows=(row,)))
+    with pytest.raises(ConfigError, match="vllm/fancy is a published row only: not declared here"):
+        reproduce.parse("vllm/fancy/c4")
 
 
 # ---------------------------------------------------------------- where it cannot run
@@ -66,12 +72,23 @@ def test_a_machine_without_the_fleet_is_refused_with_what_is_missing(
     assert "PLAN=1" in said
 
 
-def test_a_fleet_s_host_lacks_the_other_hosts_only_where_it_lacks_something(bare: Machine) -> None:
-    fleet = spec.profile("p5en-x2")
-    assert reproduce.lacks(fleet, h200(bare, 8, 16)) == []
-    assert reproduce.lacks(fleet, h200(bare, 8)) == [
-        "it needs 16 EFA NICs a host and there are 0",
-        "it needs 2 such hosts",
+@pytest.mark.parametrize(("gpus", "nics"), [(0, 0), (8, 16)])
+def test_a_fleet_without_names_is_refused_whatever_this_machine_is(
+    bare: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    gpus: int, nics: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(machine, "read", lambda: h200(bare, gpus, nics))
+    assert cli.main(["reproduce", "vllm/epnc8/c32"]) == 2
+    said = capsys.readouterr().err
+    assert "vllm/epnc8/c32 on p5en-x2 cannot run here" in said
+    assert "it needs 2 hosts, named with HOSTS=" in said
+    assert ("16 EFA NICs a host and there are 0" in said) is (nics == 0)
+
+
+def test_a_host_of_the_fleet_lacks_nothing(bare: Machine) -> None:
+    assert reproduce.lacks(spec.profile("p5en-x2"), h200(bare, 8, 16)) == []
+    assert reproduce.lacks(spec.profile("p5en-x2"), h200(bare, 8)) == [
+        "it needs 16 EFA NICs a host and there are 0"
     ]
 
 
@@ -121,6 +138,13 @@ def test_published_images_are_preferred(
     assert settled("vllm/floor/c4", bare, launcher="process").launcher == "process"
     del lock["2026-07"]["aiperf"]
     assert settled("vllm/floor/c4", bare).launcher == "process"
+
+
+def test_an_arm_s_own_image_and_stack_are_what_is_pulled() -> None:
+    vllm, llmd = spec.lane("vllm"), spec.lane("llmd")
+    assert reproduce.needed(vllm, "v1-ll", "p5en-x2") == ["vllm-v1", "aiperf"]
+    assert reproduce.needed(llmd, "router", "cpu") == ["vllm-cpu", "aiperf", "llmd"]
+    assert reproduce.needed(spec.lane("micro"), "gloo", "cpu")[1:] == []
 
 
 def test_the_published_fleet_is_taken_where_the_arm_fits_it(bare: Machine) -> None:
