@@ -118,7 +118,8 @@ ONE: Final = each(("vm",), 2)
 ALONE: Final = each(("vm",), 1)
 LEGACY: Final = {"class": "deep_ep.Buffer", "gin": "none"}
 NVSHMEM: Final = (
-    "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
+    "/src/libfabric/libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem "
+    "yes"
 )
 SEAM: Final = (
     "[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192 hidden=2048)"
