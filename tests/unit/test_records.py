@@ -5,7 +5,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from drops import record
+from drops import aiperf, record
 
 from lanekit import records
 from lanekit.errors import Unreadable
@@ -164,3 +164,13 @@ def test_memory_is_a_few_numbers_for_each_record(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20_000 * 250
+
+
+def test_the_wall_ends_with_the_last_token_not_with_its_stream(tmp_path: Path) -> None:
+    folder = aiperf(tmp_path / "c4")
+    path = folder / records.RECORDS
+    *rest, last = path.read_text().splitlines()
+    changed = json.loads(last)
+    changed["metadata"]["request_end_ns"] += 5_000_000  # as seen on two busy cores
+    path.write_text("\n".join([*rest, json.dumps(changed)]) + "\n")
+    assert records.disagreements(records.read(folder)) == []
