@@ -288,12 +288,24 @@ def _check_arm(found: Lane, arm: Arm) -> None:
     where = f"lane {found.name}"
     if arm.reference:
         _require(arm.reference, found.arms, what="arm", option=f"{where}, reference")
+        _require_fit(where, arm, found.arms[arm.reference])
     for cell in (*arm.cells, *found.workload.sweep):
         _require(cell, found.workload.cells, what="cell", option=f"{where}, cells")
     for profile in arm.contracts:
         _require(profile, found.profiles, what="profile", option=f"{where}, contracts")
     for profile in arm.known_failing.profiles if arm.known_failing else ():
         _require(profile, arm.contracts, what="profile", option=f"{where}, known_failing")
+
+
+def _require_fit(where: str, arm: Arm, reference: Arm) -> None:
+    """A reference answers to nobody, and runs wherever it is one."""
+    lacking = sorted(set(arm.contracts) - set(reference.contracts))
+    if lacking or reference.reference:
+        what = f"does not run on {lacking[0]}" if lacking else "has a reference itself"
+        raise ConfigError(
+            f"{where}: reference {arm.reference} {what}",
+            remedy="Name an arm that runs on every profile of this one and has no reference.",
+        )
 
 
 def arm(found: Lane, name: str, where: str) -> Arm:

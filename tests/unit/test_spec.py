@@ -153,3 +153,29 @@ def test_cells_that_an_arm_or_a_sweep_names_must_be_there() -> None:
         decode('sweep = ["c4"', 'sweep = ["c9"')
     with pytest.raises(ConfigError, match="no cell named 'c9'"):
         decode('cells = ["c4"', 'cells = ["c9"')
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('reference = "floor"', 'reference = "flor"', "no arm named 'flor'"),
+        ('reference = "floor"', 'reference = "dense-graph"', "dense-graph does not run on cpu"),
+        ('reference = "floor"', 'reference = "floor-graph"', "has a reference itself"),
+    ],
+)
+def test_a_reference_is_an_arm_that_runs_there_and_has_none(old: str, new: str, says: str) -> None:
+    text = (paths.LANES / "vllm" / "lane.toml").read_text()
+    assert old in text
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        spec.checked(toml.decode(text.replace(old, new).encode(), spec.Lane, where="here"))
+
+
+def test_every_serving_arm_stands_in_the_gate() -> None:
+    for name in spec.lane_names():
+        lane = spec.lane(name)
+        if lane.workload.driver != "aiperf":
+            continue
+        assert "run.gate()" in (paths.LANES / name / "run.py").read_text(), name
+        named = {arm.reference for arm in lane.arms.values()}
+        alone = [n for n, arm in lane.arms.items() if not arm.reference and n not in named]
+        assert alone == [], f"{name}: neither compared nor compared with"
