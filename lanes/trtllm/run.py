@@ -1,4 +1,4 @@
-"""The TensorRT-LLM lane: mpirun, a real completion, the coherence gate, the sweep with AIPerf.
+"""The TensorRT-LLM lane: mpirun, a real completion, the sweep with AIPerf.
 
 `make lane-trtllm` runs it; so does `.venv/bin/python lanes/trtllm/run.py --help`.
 """
@@ -10,9 +10,8 @@ from lanekit.run import Run
 
 
 def measure(run: Run) -> None:
-    """Start serve.yaml, ask the coherence gate, take every cell, stop."""
+    """Start serve.yaml, take every cell, stop."""
     with run.serving():
-        run.gate()
         run.sweep()
 
 

@@ -1,4 +1,4 @@
-"""The vLLM lane: serve, wait for a real completion, ask the coherence gate, sweep with AIPerf.
+"""The vLLM lane: serve, wait for a real completion, sweep with AIPerf.
 
 `make lane-vllm` runs it; so does `.venv/bin/python lanes/vllm/run.py --help`.
 """
@@ -10,9 +10,8 @@ from lanekit.run import Run
 
 
 def measure(run: Run) -> None:
-    """Start serve.yaml, ask the coherence gate, take every cell, stop."""
+    """Start serve.yaml, take every cell, stop."""
     with run.serving():
-        run.gate()
         run.sweep()
 
 

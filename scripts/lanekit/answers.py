@@ -17,6 +17,7 @@ from lanekit.errors import Unreadable
 
 NAME: Final = "coherence/answers.jsonl"
 REFERENCE: Final = "coherence/reference.jsonl"
+SILENT: Final = "no tokens with logprobs"  # the error of an answer to which nothing is wrong else
 ID: Final = "token_id:"  # how vLLM spells a token that was asked for as its number
 
 
@@ -159,7 +160,7 @@ def parse(prompt: str, batch: int, reply: Any) -> Answer:
             text=str(choice.get("text", ""))[:1000],
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        return Answer(prompt, batch, error=f"no tokens with logprobs: {type(error).__name__}")
+        return Answer(prompt, batch, error=f"{SILENT}: {type(error).__name__}")
 
 
 def _name(token: object) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from lanekit.answers import Answer, Answers, Ask, Header, Tolerance, digest
+from lanekit.answers import SILENT, Answer, Answers, Ask, Header, Tolerance, digest
 from lanekit.verdict import Check, Outcome, Severity
 
 SHOWN: Final = 3  # faults of a check
@@ -98,6 +98,8 @@ def _whole(ours: Answers, ask: Ask) -> Check:
     if ours.header.questions != digest(ask):
         said = "other questions were asked than today's: judge it with the harness that made it"
         return _check("answers", "unchecked", said, expected)
+    if ours.answers and all(each.error.startswith(SILENT) for each in ours.answers):
+        return _check("answers", "unchecked", "the engine gives no logprobs", expected)
     want = [(prompt.id, batch) for batch, prompt in ask.places()]
     have = [each.place for each in ours.answers]
     missing = [_named(place) for place in want if place not in have]

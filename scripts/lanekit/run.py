@@ -112,7 +112,7 @@ class Run:
                 self._launcher.stop()
             self.drop.manifest.timings["stop"] = round(time.monotonic() - begin, 3)
 
-    def gate(self) -> None:
+    def _gate(self) -> None:
         """Ask the coherence gate's questions, keep the answers, and say at once what is wrong.
 
         A failed gate does not end the run: its verdict is "refuted", and the drop says why.
@@ -149,7 +149,8 @@ class Run:
         self.drop.require_room()
 
     def sweep(self) -> None:
-        """Take every cell of the plan, in order."""
+        """Ask the coherence gate, then take every cell of the plan, in order."""
+        self._gate()
         self.drop.state("sweeping")
         for name, cell in self.plan.cells.items():
             self._take(name, cell)

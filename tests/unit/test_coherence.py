@@ -317,3 +317,13 @@ def test_the_gate_s_file_holds_together() -> None:
     assert len({each.text * each.times for each in held.ask.prompt}) == len(names) - 1, "one twice"
     assert 0 < held.tolerance.logprob < held.tolerance.far
     assert len(held.ask.places()) == 31
+
+
+def test_an_engine_without_logprobs_could_not_be_checked_and_one_silent_answer_is_refuted() -> None:
+    silent = answers.parse("a", 3, {"choices": [{"text": "hi"}]}).error
+    one = judged(edited(sound(), A3, error=silent), DENSE)["answers"]
+    assert one.outcome == "failed"
+    every = tuple(msgspec.structs.replace(each, error=silent) for each in sound().answers)
+    found = judged(Answers(HEADER, every), DENSE)["answers"]
+    assert (found.outcome, found.severity) == ("unchecked", "required")
+    assert bad(judged(Answers(HEADER, ()), DENSE)) == ["answers"]

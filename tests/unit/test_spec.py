@@ -175,7 +175,6 @@ def test_every_serving_arm_stands_in_the_gate() -> None:
         lane = spec.lane(name)
         if lane.workload.driver != "aiperf":
             continue
-        assert "run.gate()" in (paths.LANES / name / "run.py").read_text(), name
         named = {arm.reference for arm in lane.arms.values()}
         alone = [n for n, arm in lane.arms.items() if not arm.reference and n not in named]
         assert alone == [], f"{name}: neither compared nor compared with"

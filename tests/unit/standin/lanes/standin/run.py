@@ -4,8 +4,6 @@ from lanekit.run import Run
 
 
 def measure(run: Run) -> None:
-    """Serve, ask those that can answer, and sweep."""
+    """Serve and sweep."""
     with run.serving():
-        if "answer" in run.plan.arm:
-            run.gate()
         run.sweep()
