@@ -357,22 +357,15 @@ def clock(rule: Rule, case: Case, host: Capture) -> str:
 @_check
 def alike(rule: Rule, case: Case, host: Capture) -> str:
     """Versions that hosts of one fleet share."""
-    told = {name: {each.host: _version(each, name) for each in case.hosts} for name in rule.reads}
-    differ = [
-        f"{name}: {', '.join(f'{value} on {where}' for where, value in values.items())}"
-        for name, values in told.items()
-        if len(set(values.values())) > 1
-    ]
-    if differ:
-        raise Failed("; ".join(differ))
-    return ", ".join(rule.reads)
-
-
-def _version(host: Capture, name: str) -> str:
-    text = host.texts.get(name)
-    if name == "gpus":
-        return ", ".join(sorted({gpu.driver for gpu in machine.of(host).gpus})) or "unknown"
-    return text.out.strip() if text and text.rc == 0 else "unknown"
+    told = {}
+    for each in case.hosts:
+        found = machine.of(each)
+        drivers = ", ".join(sorted({gpu.driver for gpu in found.gpus}))
+        told[each.host] = {
+            "driver": drivers, "kernel": found.kernel, "efa": found.efa, "gdrdrv": found.gdrdrv,
+            "installer": found.efa_installer,
+        }  # fmt: skip
+    return _same(told, ())
 
 
 @_check

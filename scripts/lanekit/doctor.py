@@ -329,6 +329,8 @@ def run(args: argparse.Namespace) -> int:
     """Examine, print, and say by the exit code what it means."""
     here = machine.read()
     case = _case(args, here)
+    if args.pids and not args.reap:
+        raise ConfigError("PIDS= ends processes, with REAP=1 alone", remedy="Add REAP=1.")
     if args.reap:
         ended = reap(_contexts(case), _numbers(args.pids, "PIDS"))
         print(f"ended: {', '.join(map(str, ended)) or 'none'}", file=sys.stderr)
