@@ -402,14 +402,17 @@ def _images(text: str) -> dict[str, str]:
 def tokens(rule: Rule, case: Case, host: Capture) -> str:
     """Variables and token budgets of the plan's services, rank by rank."""
     plan, uniform = _plan(case), case.rules.uniform
-    groups = [{f"{s.name} on {s.host}": (s.env, s.command) for s in plan.services}]
+    groups: dict[str, dict[str, tuple[dict[str, str], tuple[str, ...]]]] = {}
+    for service in plan.services:  # one service on several hosts is one program's ranks
+        own = groups.setdefault(service.name, {})
+        own[f"{service.name} on {service.host}"] = service.env, service.command
     for name, cell in plan.cells.items():
-        workers = {f"{name} on {s.host}": (s.env, s.command) for s in cell.workers}
-        groups.append({f"{name} on {plan.hosts[0].name}": (cell.env, cell.command), **workers})
+        own = groups.setdefault(name, {f"{name} on {plan.hosts[0].name}": (cell.env, cell.command)})
+        own |= {f"{name} on {s.host}": (s.env, s.command) for s in cell.workers}
     told = [
         {where: env | {k: v for k, v in _options(words).items() if k in uniform.tokens}
          for where, (env, words) in group.items()}
-        for group in groups if len(group) > 1
+        for group in groups.values() if len(group) > 1
     ]  # fmt: skip
     said = [_same(group, uniform.own) for group in told]
     return "; ".join(dict.fromkeys(said)) or "one program starts every rank"
