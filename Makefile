@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle doctor plots help setup lanes reproduce lint test test-all bench report readme verify-logs triage redact clean
+.PHONY: bundle doctor plots help setup lanes logs reproduce lint test test-all bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
@@ -56,6 +56,9 @@ verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM=
 	@test -n "$(RESULTS)" || { echo "error: say which drop: make verify-logs RESULTS=DIR" >&2; exit 2; }
 	@exec $(LANEKIT) verify '$(RESULTS)' $(call option,LANE,--lane) $(call option,ARM,--arm) \
 	  $(call option,PROFILE,--profile) $(call option,JSON,--json) $(call option,JUNIT,--junit)
+
+logs: setup ## Follow the logs of all hosts, host and ranks in front: [RESULTS=DIR] (the newest drop)
+	@exec $(LANEKIT) logs $(if $(RESULTS),'$(RESULTS)') --follow
 
 triage: setup ## Name the first rank that died, and why: RESULTS=DIR (a drop or a log)
 	@test -n "$(RESULTS)" || { echo "error: say which drop: make triage RESULTS=DIR" >&2; exit 2; }

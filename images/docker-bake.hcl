@@ -50,6 +50,7 @@ target "llmd" {
 target "vllm-cpu" {
   inherits = ["_common"]
   context  = "images/vllm-cpu"
+  contexts = { evidence = "scripts/evidence" }
   tags     = tags("vllm-cpu")
 }
 

@@ -1,4 +1,4 @@
-"""One run at a time in a checkout, and the processes of a killed run ended before the next one."""
+"""One run at a time in a checkout, and what dead runs left ended before the next one."""
 
 import contextlib
 import fcntl
@@ -20,7 +20,8 @@ LOCK: Final = paths.CACHE / "run.lock"
 def holding(drop: str, say: Say) -> Iterator[None]:
     """One run at a time in a checkout: a second one would disturb the first one's figures.
 
-    The lock dies with its holder, so what it still names is a dead run, whose processes are ended.
+    The lock dies with its holder, so what it still names are dead runs: what they left is ended. A
+    run whose hosts were lost stays named until they are back.
     """
     LOCK.parent.mkdir(parents=True, exist_ok=True)
     with LOCK.open("a+", errors="replace") as stream:
@@ -28,28 +29,38 @@ def holding(drop: str, say: Say) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another run is under way here: {_read(stream) or 'just starting'}",
+                f"another run is under way here: {''.join(_read(stream)[-1:]) or 'just starting'}",
                 remedy="Wait for it or end it; two at once would spoil each other's figures.",
             ) from error
-        _end_the_dead(_read(stream), say)
-        _name(stream, drop)
+        waiting = [dead for dead in _read(stream) if not _ended(dead, say)]
+        _name(stream, [*waiting, drop])
         try:
             yield
         finally:
-            _name(stream, "")
+            _name(stream, [*waiting, *([drop] if _left(drop) else [])])
 
 
-def _read(stream: TextIO) -> str:
-    """What the lock names: a drop, or nothing. Whatever else may stand there is no path."""
+def _read(stream: TextIO) -> list[str]:
+    """The drops that the lock names. Whatever else may stand there is no path."""
     stream.seek(0)
-    text = stream.read(4096).strip()
-    return text if text.startswith("/") and "\0" not in text else ""
+    lines = stream.read(65536).splitlines()
+    return [
+        line for line in lines if line.startswith("/") and "\0" not in line and len(line) < 4096
+    ]
 
 
-def _end_the_dead(dead: str, say: Say) -> None:
-    """End what the run that left the drop `dead` started; its manifest may be gone or forged."""
-    if not dead:
-        return
+def _left(drop: str) -> bool:
+    """Whether a run that ended left something on a host that was lost."""
+    with contextlib.suppress(LaneError, OSError):
+        return bool(drops.read(Path(drop)).left)
+    return False
+
+
+def _ended(dead: str, say: Say) -> bool:
+    """End what the run that left the drop `dead` started; its manifest may be gone or forged.
+
+    False where a host of it cannot be reached: then the next run has to try again.
+    """
     manifest = None
     with contextlib.suppress(LaneError, OSError):
         manifest = drops.read(Path(dead))
@@ -59,18 +70,21 @@ def _end_the_dead(dead: str, say: Say) -> None:
         pids = ", ".join(map(str, ended))
         say(f"ended what a killed run left: pids {pids} ({dead})")
     if manifest is None:
-        return
+        return True
     scratch = Path(manifest.scratch)
     if scratch.name.startswith(drops.SCRATCH) and scratch.parent == Path(tempfile.gettempdir()):
         shutil.rmtree(scratch, ignore_errors=True)
-    removed = compose.end_the_dead(Path(dead), manifest.processes)
+    removed, unreached = compose.end_the_dead(Path(dead), manifest)
     if removed:
         ids = ", ".join(identity[:12] for identity in removed)
-        say(f"removed what a killed run left: containers {ids} ({dead})")
+        say(f"removed what a dead run left: containers {ids} ({dead})")
+    for host in unreached:
+        say(f"what a dead run may have left is still there ({dead}): {host}")
+    return not unreached
 
 
-def _name(stream: TextIO, text: str) -> None:
+def _name(stream: TextIO, runs: list[str]) -> None:
     stream.seek(0)
     stream.truncate()
-    stream.write(text)
+    stream.write("".join(f"{run}\n" for run in runs))
     stream.flush()

@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="is this machine fit for a profile and a lane?")
     _add_doctor_arguments(doctor)
     doctor.set_defaults(command=_doctor)
+    logs = commands.add_parser("logs", help="the logs of all hosts as one stream")
+    logs.add_argument("drop", type=Path, nargs="?", help="a drop; the newest one when not given")
+    logs.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    logs.set_defaults(command=_logs)
     triage = commands.add_parser("triage", help="name the first rank that died, and why")
     _add_triage_arguments(triage)
     triage.set_defaults(command=_triage)
@@ -149,6 +153,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _add_triage_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drop", type=Path, help="a drop, or a log")
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from lanekit import follow, paths  # noqa: PLC0415
+
+    for line in follow.stream(args.drop or follow.newest(paths.RESULTS), follow=args.follow):
+        print(line)
+    return 0
 
 
 def _triage(args: argparse.Namespace) -> int:

@@ -1,49 +1,62 @@
-"""The `compose` launcher: the same plan in containers on this host, through Docker Compose.
+"""The `compose` launcher: the plan in containers, one Compose file and one Docker engine a host.
 
-Every service of serve.yaml and every cell is a service of one Compose file, which stays in the
-drop. Containers run as non-root on a read-only root, without capabilities, with limits, on the
-host's loopback. Each bears the drop's path as a label and stands in the manifest by its id, so
-that the next run removes exactly what a killed one left.
+Every service of serve.yaml and every cell is a service of its host's Compose file, which stays in
+the drop. Containers run as non-root on a read-only root, without capabilities, with limits, on the
+host's network under the host's name in the plan. Each bears the drop's path as a label and stands
+in the manifest by its id, so that the next run removes exactly what a killed one left.
+
+A host that is not this machine is reached through SSH alone: what its containers read is copied
+into volumes of their own, and what a cell leaves there is copied back before they are removed.
 """
 
+import contextlib
+import io
 import os
 import subprocess
+import tarfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from lanekit import images, paths, process
-from lanekit.errors import ServerDied
-from lanekit.manifest import Process
-from lanekit.plan import Containers, Plan
+from lanekit import drop as drops
+from lanekit import fleet, hosts, images, paths, process, ssh
+from lanekit.errors import HostLost, LaneError, ServerDied
+from lanekit.manifest import Manifest, Process
+from lanekit.plan import CellPlan, Containers, Host, Plan, Service, is_secret
+from lanekit.progress import Say
 
 if TYPE_CHECKING:
     from python_on_whales import Container, DockerClient
 
-FILE: Final = "compose.yaml"
+FOLDER: Final = "compose"
 LABEL: Final = "lanes.drop"
 GRACE_S: Final = 15
+TOGETHER_S: Final = 1.0  # a rank that dies takes others along; wait so long to see who was first
 # Passed into a container by name, so that no value is written down: the rest of what a process
 # inherits (PATH, LD_LIBRARY_PATH, HOME) means the host's files.
 PASSED: Final = ("HF_TOKEN", "HTTPS_PROXY", "NO_PROXY")
 
 
-def document(plan: Plan) -> dict[str, Any]:
-    """The Compose file of a plan: its services, and its cells under the Compose profile `cell`."""
+def document(plan: Plan, host: Host) -> dict[str, Any]:
+    """The Compose file of a host: its services, and its cells under the Compose profile `cell`."""
     held = _held(plan)
     services = {
-        service.name: _service(plan, held.images["server"], service.command, service.env)
+        service.name: _service(plan, host, held.images["server"], service)
         for service in plan.services
+        if service.host == host.name
     }
     loader = held.images.get("aiperf", held.images["server"])
     for name, cell in plan.cells.items():
-        body = _service(plan, loader, cell.command, cell.env)
-        folder = str(Path(plan.drop) / cell.artifacts)
-        body["volumes"] += [{"type": "bind", "source": folder, "target": folder}]
-        services[f"{plan.driver}-{name}"] = {**body, "profiles": ["cell"]}
+        led = Service(name, plan.hosts[0].name, cell.command, cell.env)
+        for image, service in ((loader, led), *((held.images["server"], w) for w in cell.workers)):
+            if service.host == host.name:
+                body = _service(plan, host, image, service)
+                body["volumes"] += [_artifacts(plan, host, cell)]
+                services[f"{plan.driver}-{name}"] = {**body, "profiles": ["cell"]}
     return {"name": held.project, "services": services}
 
 
@@ -53,17 +66,16 @@ def _held(plan: Plan) -> Containers:
     return plan.containers
 
 
-def _service(
-    plan: Plan, image: str, command: Sequence[str], env: Mapping[str, str]
-) -> dict[str, Any]:
+def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, Any]:
     held = _held(plan)
     body: dict[str, Any] = {
         "image": image,
         "pull_policy": "never",
         # Compose reads $ as the start of a variable of its own.
-        "command": [word.replace("$", "$$") for word in command],
-        "environment": [*PASSED, *(f"{k}={v}" for k, v in _environment(env).items())],
+        "command": [word.replace("$", "$$") for word in service.command],
+        "environment": _environment(service.env),
         "network_mode": "host",
+        "hostname": host.name,
         "user": held.user,
         "read_only": True,
         # Not noexec: torch.compile builds and loads libraries there.
@@ -77,11 +89,11 @@ def _service(
         "stop_grace_period": f"{GRACE_S}s",
         "restart": "no",
         "labels": {LABEL: plan.drop},
-        "volumes": [
-            {"type": "bind", "source": path, "target": path, "read_only": True}
-            for path in _read(plan)
-        ],
+        "volumes": [*_inputs(plan, host)],
     }
+    if len(plan.hosts) > 1:
+        numbers = [each for each in plan.hosts if hosts.is_number(each.address)]
+        body["extra_hosts"] = [f"{each.name}={each.address}" for each in numbers]
     if held.gpus:
         body["deploy"] = {"resources": {"reservations": {"devices": [_ALL_GPUS]}}}
     if held.nics:
@@ -93,136 +105,400 @@ def _service(
 _ALL_GPUS: Final = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    return {"HOME": "/tmp", **{k: v.replace("$", "$$") for k, v in env.items()}}
+def _environment(env: Mapping[str, str]) -> list[str]:
+    """Variables with their values; what is secret by its name alone, filled in by Compose from its
+    own environment when it starts the container."""
+    open_ = {"HOME": "/tmp", **{k: v for k, v in env.items() if not is_secret(k)}}
+    return [*dict.fromkeys((*PASSED, *(k for k in env if is_secret(k)))),
+            *(f"{k}={v.replace('$', '$$')}" for k, v in open_.items())]  # fmt: skip
 
 
-def _read(plan: Plan) -> list[str]:
-    """What containers read of the host, at the same path: the lane's files and the model."""
-    found = [str(paths.LANES / plan.lane)]
-    return found + ([plan.model.path] if Path(plan.model.path).is_absolute() else [])
+def _inputs(plan: Plan, host: Host) -> Iterator[dict[str, Any]]:
+    """What containers read, at the path it has here: of a remote host only what is there."""
+    copied = _copied(plan)
+    for path in [*copied, *_shared(plan, host)]:
+        if host.ssh and path in copied:
+            yield {"type": "volume", "target": path}
+        else:
+            yield {"type": "bind", "source": path, "target": path, "read_only": True}
+
+
+def _copied(plan: Plan) -> list[str]:
+    """What this machine has and a remote host gets a copy of: small, and made here."""
+    built = plan.model.source.startswith("built:")
+    return [str(paths.LANES / plan.lane), *([plan.model.path] if built else [])]
+
+
+def _shared(plan: Plan, host: Host) -> list[str]:
+    """Folders that every host must have itself: a model that was given, a folder of models."""
+    model = plan.model.path if Path(plan.model.path).is_absolute() else ""
+    given = [host.models, model if model not in _copied(plan) else ""]
+    return [path for path in given if path]
+
+
+def _artifacts(plan: Plan, host: Host, cell: CellPlan) -> dict[str, Any]:
+    folder = Path(plan.drop) / cell.artifacts
+    if host is plan.hosts[0] and not host.ssh:
+        return {"type": "bind", "source": str(folder), "target": str(folder)}
+    return {"type": "volume", "target": str(folder.parent)}  # the folder itself comes by _hand_over
+
+
+@contextlib.contextmanager
+def launching(
+    plan: Plan, drop: drops.Drop, place: Path, env: Mapping[str, str], say: Say
+) -> Iterator["ComposeLauncher"]:
+    """Reach every host and make sure that it can run the plan; hang up at the end.
+
+    place: a folder with a short path, for sockets. env: of what is started on this machine.
+
+    Raises:
+        HostLost: a host cannot be reached.
+        ConfigError: a host has no engine, or another model.
+        ImageFailed: a host does not have the image of the plan.
+    """
+    (drop.path / FOLDER).mkdir()
+    lines = {host.name: ssh.Line(host, place, env) for host in plan.hosts}
+    try:
+        ssh.everywhere(list(lines.values()), lambda line: line.open(_port(plan, line.host)))
+        for line in lines.values():
+            if line.process is not None:
+                drop.started(line.process)
+        fleet.require(plan, list(lines.values()), say)
+        yield ComposeLauncher(plan, lines, env, drop)
+    finally:
+        for line in lines.values():
+            line.close()
+
+
+def _port(plan: Plan, host: Host) -> int:
+    """The port of a remote leader that the readiness question needs."""
+    return plan.port if host is plan.hosts[0] and plan.services else 0
 
 
 class ComposeLauncher:
-    """Services and cells as containers of one Compose project."""
+    """Services and cells as containers of one Compose project on every host."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._file = Path(plan.drop) / FILE
-        self._file.write_text(yaml.safe_dump(document(plan), sort_keys=False))
-        self._docker = _client(self._file)
-        self._started: dict[str, ContainerTask] = {}
-
-    def start(
+    def __init__(
         self,
-        name: str,
-        command: Sequence[str],
+        plan: Plan,
+        lines: Mapping[str, ssh.Line],
         env: Mapping[str, str],
-        log: Path,
-    ) -> Process:
+        drop: drops.Drop,
+    ) -> None:
+        self._plan = plan
+        self._lines = lines
+        self._env = env
+        self._drop = drop
+        self._started: list[ContainerTask] = []
+        for host in plan.hosts:
+            self._file(host).write_text(yaml.safe_dump(document(plan, host), sort_keys=False))
+
+    def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
         """Start one service of the Compose file; its output goes to `log`.
 
         Raises:
             ServerDied: Compose refuses to start it.
         """
-        task = self._up(name, log)
-        self._started[name] = task
+        task = self._up(service.host, service.name, env, log)
+        self._started.append(task)
         return task.process
 
     def task(
-        self,
-        what: str,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        log: Path,
-    ) -> "ContainerTask":
-        """Start the container of a cell."""
-        driver, _, cell = what.partition(" ")
-        if os.geteuid() == 0:
-            user, _, group = _held(self._plan).user.partition(":")
-            folder = Path(self._plan.drop) / self._plan.cells[cell].artifacts
-            os.chown(folder, int(user), int(group))
-        return self._up(f"{driver}-{cell}", log)
+        self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
+    ) -> "Gang":
+        """Start the containers of a cell, the leader's last."""
+        self._own(cell)
+        where = [self._plan.hosts[0].name, *(worker.host for worker in cell.workers)]
+        service, started = f"{self._plan.driver}-{name}", list[ContainerTask]()
+        try:
+            for host, log in reversed(list(zip(where, logs, strict=True))):
+                started.insert(0, self._up(host, service, env, log, cell))
+        except BaseException:
+            self._left(_end(started, 0))
+            raise
+        return Gang(started, self._left)
 
     def check(self) -> None:
-        """Raise ServerDied, with the log's last words, when a container has ended."""
-        for name, task in self._started.items():
-            code = task.poll()
-            if code is not None:
-                raise ServerDied(
-                    f"container {name} ended with {task.outcome(code)}; its log ends:\n"
-                    + "\n".join(f"    {line}" for line in process.tail(task.log, 12)),
-                    remedy=f"Read {task.log}; `make triage RESULTS={self._plan.drop}` may name "
-                    "the cause.",
-                )
+        """Raise HostLost when a host is gone, ServerDied when a container has ended: with the one
+        that ended first, and the last words of its log."""
+        for line in self._lines.values():
+            line.require()
+        if any(task.poll() is not None for task in self._started):
+            time.sleep(TOGETHER_S if len(self._started) > 1 else 0)
+            first, *others = _ended(self._started)
+            raise ServerDied(
+                f"{first.said()}; its log ends:\n"
+                + "\n".join(f"    {line}" for line in process.tail(first.log, 12))
+                + "".join(f"\n  then {task.said()}" for task in others),
+                remedy=f"Read {first.log}; `make triage RESULTS={self._plan.drop}` may name "
+                "the cause.",
+            )
 
     def logs(self) -> list[Path]:
-        """The log of every service."""
-        return [task.log for task in self._started.values()]
+        """The log of every service, the leader's first."""
+        return [task.log for task in self._started]
 
     def stop(self) -> None:
-        """Stop and remove every container of the services."""
-        for task in self._started.values():
-            task.end(GRACE_S)
+        """Stop and remove every container of the services, on all hosts at once."""
+        self._left(_end(self._started, GRACE_S))
         self._started.clear()
 
-    def _up(self, service: str, log: Path) -> "ContainerTask":
+    def _left(self, what: list[str]) -> None:
+        self._drop.manifest.left += what
+
+    def _own(self, cell: CellPlan) -> None:
+        """Containers that run as somebody else must be able to write a cell's folder."""
+        if os.geteuid() == 0:
+            user, _, group = _held(self._plan).user.partition(":")
+            os.chown(Path(self._plan.drop) / cell.artifacts, int(user), int(group))
+
+    def _file(self, host: Host) -> Path:
+        return Path(self._plan.drop) / FOLDER / f"{host.name}.yaml"
+
+    def _up(
+        self,
+        host: str,
+        service: str,
+        env: Mapping[str, str],
+        log: Path,
+        cell: CellPlan | None = None,
+    ) -> "ContainerTask":
         from python_on_whales import DockerException  # noqa: PLC0415
 
+        line = self._lines[host]
         try:
-            self._docker.compose.up([service], detach=True, quiet=True, dependencies=False)
-            (container,) = self._docker.compose.ps([service], all=True)
+            container = _create(line.docker, self._file(line.host), service, {**self._env, **env})
+            try:
+                back = self._fill(line, container, cell)
+                container.start()
+            except BaseException:
+                line.docker.container.remove(container, force=True, volumes=True)
+                raise
         except (DockerException, ValueError) as error:
+            line.require()
             raise ServerDied(
-                f"Compose cannot start {service}: {str(error).strip().splitlines()[-1]}",
-                remedy=f"Try it: docker compose -f {self._file} up {service}",
+                f"{line.host.name}: Compose cannot start {service}: "
+                f"{str(error).strip().splitlines()[-1]}",
+                remedy=f"Try it there: docker compose -f {self._file(line.host)} up {service}",
             ) from error
-        return ContainerTask(self._docker, container, service, log)
+        return ContainerTask(line, container, service, log, self._env, back=back)
+
+    def _fill(self, line: ssh.Line, container: "Container", cell: CellPlan | None) -> Path | None:
+        """Give a container that cannot see this machine what it reads, and a folder to write to;
+        returns the folder, where this machine wants its contents back."""
+        host, docker = line.host, line.docker
+        for path in _copied(self._plan) if host.ssh else ():
+            docker.copy(f"{path}/.", (container, path))
+        if cell is None or not (host.ssh or host.node_rank):
+            return None
+        folder = Path(self._plan.drop) / cell.artifacts
+        _hand_over(docker, folder, container, _held(self._plan).user)
+        return None if host.node_rank else folder
+
+
+def _create(
+    docker: "DockerClient", file: Path, service: str, env: Mapping[str, str]
+) -> "Container":
+    """Create the container of a service; secrets come from `env`, which Compose reads."""
+    compose = [*docker.client_config.docker_cmd, "compose", "--file", str(file)]
+    words = [*compose, "create", "--quiet-pull", service]
+    made = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise ValueError(made.stderr)
+    told = subprocess.run(
+        [*compose, "ps", "--all", "--quiet", service],
+        env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return docker.container.inspect(told.stdout.strip())
+
+
+def _hand_over(docker: "DockerClient", folder: Path, container: "Container", user: str) -> None:
+    """Make a folder in a volume that the container's user owns: `docker cp -a` refuses a user that
+    the image does not name (docker 26.1.5, 2026-11-30), an archive of its own does not."""
+    uid, _, gid = user.partition(":")
+    entry = tarfile.TarInfo(folder.name)
+    entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, int(uid), int(gid)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(entry)
+    words = [*docker.client_config.docker_cmd, "cp", "-", f"{container.id}:{folder.parent}"]
+    done = subprocess.run(words, input=archive.getvalue(), capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr.decode(errors="replace"))
 
 
 class ContainerTask:
     """A container that was started, and the process that copies its output to a log."""
 
     def __init__(
-        self, docker: "DockerClient", container: "Container", what: str, log: Path
+        self,
+        line: ssh.Line,
+        container: "Container",
+        what: str,
+        log: Path,
+        env: Mapping[str, str],
+        *,
+        back: Path | None = None,
     ) -> None:
-        self._docker = docker
+        """back: a cell's folder, whose contents are copied out of the container at the end."""
+        self._line = line
         self._container = container
+        self._back = back
+        self._code: int | None = None
+        self.ended = 0.0
         self.log = log
-        self.process = Process(pid=0, started=time.time(), what=what, container=container.id)
+        self.host = line.host.name
+        self.process = Process(
+            pid=0, started=time.time(), what=what, container=container.id, host=self.host
+        )
         with log.open("ab") as stream:
             self._copying, _ = process.spawn(
                 f"docker logs of {what}",
-                [*docker.client_config.docker_cmd, "logs", "--follow", container.id],
-                dict(os.environ),
+                [*line.docker.client_config.docker_cmd, "logs", "--follow", container.id],
+                env,
                 stream,
             )
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
-        state = self._container.state
-        return None if state.running or state.status == "created" else state.exit_code
+        """The exit status, or None while it runs.
+
+        Raises:
+            HostLost: its host is gone.
+        """
+        if self._code is None and self._copying.poll() is not None:
+            state = self._state()
+            if not state.running:
+                self._code, self.ended = state.exit_code or 0, time.monotonic()
+        return self._code
+
+    def _state(self) -> Any:
+        from python_on_whales import DockerException  # noqa: PLC0415
+
+        try:
+            return self._container.state
+        except DockerException as error:
+            self._line.require()
+            raise HostLost(
+                f"host {self.host}: its engine does not answer: {str(error).splitlines()[-1]}",
+                remedy="Look at the Docker engine there.",
+            ) from error
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it: what only lost its peer exits by itself."""
+        return self._code is not None and self._code > 128
 
     def outcome(self, code: int) -> str:
         """An exit status in words; the kernel's out-of-memory killer looks like any SIGKILL."""
-        if self._container.state.oom_killed:
-            return f"exit status {code}: it passed its memory limit"
+        with contextlib.suppress(LaneError):
+            if self._state().oom_killed:
+                return f"exit status {code}: it passed its memory limit"
         return process.outcome(code if code < 128 else 128 - code)
 
-    def end(self, grace_s: float) -> None:
-        """Stop the container, wait for the rest of its log, and remove it with its volumes."""
-        remove(self._docker, [self._container.id], grace_s, self._copied)
+    def said(self) -> str:
+        """Which container ended, and how."""
+        outcome = self.outcome(self._code or 0)
+        return f"container {self.process.what} on {self.host} ended with {outcome}"
 
-    def _copied(self) -> None:
+    def end(self, grace_s: float) -> None:
+        """Stop the container, take what it left, and remove it with its volumes.
+
+        Raises:
+            HostLost: its host is gone; container and volumes are still there.
+        """
+        from python_on_whales import DockerException  # noqa: PLC0415
+
+        self._line.require()
+        try:
+            remove(self._line.docker, [self._container.id], grace_s, self._taken)
+        except DockerException as error:
+            self._line.require()
+            raise HostLost(
+                f"host {self.host}: {str(error).strip().splitlines()[-1]}",
+                remedy="Look at the Docker engine there; the next run tries again.",
+            ) from error
+
+    def _taken(self) -> None:
+        """The rest of its log, and what it left in the cell's folder."""
         try:
             self._copying.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._copying.kill()
             self._copying.wait()
+        if self._back:
+            self._line.docker.copy((self._container, f"{self._back}/."), self._back)
+
+
+class Gang:
+    """The containers of one program on all hosts: done when all are, failed when one has."""
+
+    def __init__(self, tasks: Sequence[ContainerTask], left: Callable[[list[str]], None]) -> None:
+        self._tasks = tasks
+        self._left = left
+
+    @property
+    def processes(self) -> list[Process]:
+        """How a later run finds them."""
+        return [task.process for task in self._tasks]
+
+    @property
+    def log(self) -> Path:
+        """The log of the one that ended first, the leader's while none has failed."""
+        failed = [task for task in _ended(self._tasks) if task.poll()]
+        return (failed or self._tasks)[0].log
+
+    def poll(self) -> int | None:
+        """0 when every one is done, the status of the first that failed, else None."""
+        codes = [task.poll() for task in self._tasks]
+        if any(codes):
+            time.sleep(TOGETHER_S if len(codes) > 1 else 0)
+            return next(code for task in _ended(self._tasks) if (code := task.poll()))
+        return None if None in codes else 0
+
+    def outcome(self, code: int) -> str:
+        """How it ended; on more than one host also where first."""
+        failed = [task for task in _ended(self._tasks) if task.poll()]
+        if len(self._tasks) == 1 or not failed:
+            return self._tasks[0].outcome(code)
+        return f"a failure, first on {failed[0].host}: " + "; ".join(t.said() for t in failed)
+
+    def end(self, grace_s: float) -> None:
+        """Stop all of them at once and take what they left; a lost host keeps its own."""
+        self._left(_end(self._tasks, grace_s))
+
+
+def _ended(tasks: Iterable[ContainerTask]) -> list[ContainerTask]:
+    """Those that have ended, the first one first: by this machine's clock, since the hosts' may
+    differ; among those that ended within one look, the killed before those that lost them."""
+    found = []
+    for task in tasks:
+        with contextlib.suppress(HostLost):
+            found += [task] if task.poll() is not None else []
+    first = min((task.ended for task in found), default=0.0)
+    return sorted(found, key=lambda t: (not (t.killed and t.ended < first + TOGETHER_S), t.ended))
+
+
+def _end(tasks: Sequence[ContainerTask], grace_s: float) -> list[str]:
+    """End tasks on all hosts at once; returns what could not be ended, and why."""
+
+    def end(task: ContainerTask) -> str:
+        try:
+            task.end(grace_s)
+        except LaneError as error:
+            return f"container {task.process.container[:12]} on {task.host}: {error}"
+        return ""
+
+    if not tasks:
+        return []
+    with ThreadPoolExecutor(min(len(tasks), 32)) as pool:
+        return [said for said in pool.map(end, tasks) if said]
 
 
 def remove(
-    docker: "DockerClient", ids: Iterable[str], grace_s: float, before: Any = lambda: None
+    docker: "DockerClient",
+    ids: Iterable[str],
+    grace_s: float,
+    before: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Stop and remove containers by id; returns those that were there."""
     from python_on_whales.exceptions import NoSuchContainer  # noqa: PLC0415
@@ -239,21 +515,23 @@ def remove(
     return gone
 
 
-def end_the_dead(drop: Path, recorded: Iterable[Process]) -> list[str]:
-    """Remove the containers of a killed run: those it recorded and those that bear its label.
+def end_the_dead(drop: Path, dead: Manifest) -> tuple[list[str], list[str]]:
+    """Remove the containers of a dead run: those it recorded and those that bear its label, since
+    a kill between a container's start and its record leaves the label alone.
 
-    A kill between a container's start and its record leaves the label alone.
+    Returns the ids that were removed, and the hosts that could not be reached, with the reason.
     """
-    ids = [each.container for each in recorded if each.container]
-    if not ids and not (drop / FILE).is_file():
-        return []
-    docker = images.docker()
-    labelled = docker.container.list(all=True, filters=[("label", f"{LABEL}={drop}")])
-    return remove(docker, dict.fromkeys([*ids, *(found.id for found in labelled)]), 3)
-
-
-def _client(file: Path) -> "DockerClient":
-    from python_on_whales import DockerClient  # noqa: PLC0415
-
-    images.docker()  # says what is wrong where no engine answers
-    return DockerClient(compose_files=[file])
+    gone: list[str] = []
+    unreached: list[str] = []
+    if not any(each.container for each in dead.processes) and not (drop / FOLDER).is_dir():
+        return gone, unreached
+    for host in hosts.of(dead.plan):
+        ids = [each.container for each in dead.processes if each.host in ("", host.name)]
+        try:
+            docker = images.docker(host.ssh)
+        except LaneError as error:
+            unreached.append(f"{host.name}: {error}")
+            continue
+        found = docker.container.list(all=True, filters=[("label", f"{LABEL}={drop}")])
+        gone += remove(docker, dict.fromkeys([*filter(None, ids), *(x.id for x in found)]), 3)
+    return gone, unreached

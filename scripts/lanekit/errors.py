@@ -34,6 +34,10 @@ class ServerDied(LaneError):
     """A server process ended before or during the sweep."""
 
 
+class HostLost(LaneError):
+    """A host that cannot be reached, or no longer."""
+
+
 class CellFailed(LaneError):
     """A load point did not finish: AIPerf died, passed its deadline, or left no records."""
 

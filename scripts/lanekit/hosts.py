@@ -14,12 +14,13 @@
 The first rank is on the leader, which serves and is swept; workers lend their ranks.
 """
 
+import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 import psutil
@@ -105,13 +106,20 @@ def _named(entry: Entry) -> Entry:
     return msgspec.structs.replace(entry, name=name)
 
 
-def _name(address: str) -> str:
-    """A name for an address: its first label, or `ip-10-0-0-1` as AWS names its hosts."""
+def is_number(address: str) -> bool:
+    """Whether an address is an IP address, which nobody has to look up."""
     try:
         ipaddress.ip_address(address)
     except ValueError:
-        return address.partition(".")[0]
-    return "ip-" + re.sub(r"[.:]+", "-", address).strip("-")
+        return False
+    return True
+
+
+def _name(address: str) -> str:
+    """A name for an address: its first label, or `ip-10-0-0-1` as AWS names its hosts."""
+    if is_number(address):
+        return "ip-" + re.sub(r"[.:]+", "-", address).strip("-")
+    return address.partition(".")[0]
 
 
 def _led(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -175,9 +183,23 @@ def _own_addresses(here: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def with_ranks(host: Host) -> str:
+    """A host by name and ranks: `a (ranks 8-15)`."""
+    last = host.start_rank + host.ranks - 1
+    several = f"ranks {host.start_rank}-{last}"
+    return f"{host.name} ({several if host.ranks > 1 else f'rank {last}'})"
+
+
 def said(fleet: Sequence[Host]) -> str:
     """Hosts by name, for a message."""
     return ", ".join(host.name for host in fleet)
+
+
+def of(plan: Mapping[str, Any]) -> list[Host]:
+    """The hosts of a drop's plan, which may be anybody's; none where it holds other words."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(plan.get("hosts", ()), list[Host])
+    return []
 
 
 def names(hosts: Sequence[object]) -> list[str]:

@@ -76,8 +76,10 @@ def _is_url(text: str) -> bool:
     return re.match(r"https?://|git@|ssh://", text) is not None
 
 
-def docker(ssh: str = "") -> "DockerClient":
+def docker(ssh: str = "", socket: Path | None = None) -> "DockerClient":
     """A Docker client for this machine, or for the host that `ssh` ([user@]address[:port]) reaches.
+
+    socket: where that host's engine was brought to already.
 
     Raises:
         ConfigError: no client or no engine.
@@ -85,7 +87,8 @@ def docker(ssh: str = "") -> "DockerClient":
     from python_on_whales import DockerClient, DockerException  # noqa: PLC0415 (0.4 s)
     from python_on_whales.client_config import ClientNotFoundError  # noqa: PLC0415
 
-    client = DockerClient(host=f"ssh://{ssh}" if ssh else None)
+    there = f"unix://{socket}" if socket else f"ssh://{ssh}"
+    client = DockerClient(host=there if ssh else None)
     try:
         client.version()
     except (DockerException, ClientNotFoundError) as error:
@@ -315,6 +318,16 @@ def identify(name: str, stack: str, ssh: str = "") -> str:
             f"image {local(name, stack)} is not {f'on {ssh}' if ssh else 'here'}",
             remedy=f"Build it with `make image-{name}` or pull it with `make pull-{name}`.",
         ) from error
+
+
+def present(client: "DockerClient", reference: str) -> str:
+    """The digest of an image where the client's engine has it, else nothing."""
+    from python_on_whales.exceptions import NoSuchImage  # noqa: PLC0415
+
+    try:
+        return str(client.image.inspect(reference).id)
+    except NoSuchImage:
+        return ""
 
 
 def contents(reference: str, ssh: str = "") -> Contents:

@@ -25,13 +25,15 @@ class Process(msgspec.Struct, frozen=True):
     """A process the run started, named so that a later run can end exactly it.
 
     started: seconds since the epoch as the kernel tells it; a PID alone is reused. container: the
-    id of a container, which is removed instead; its pid is 0.
+    id of a container, which is removed instead; its pid is 0. host: where the container is, by its
+    name in the plan.
     """
 
     pid: int
     started: float
     what: str
     container: str = ""
+    host: str = ""
 
 
 class Manifest(msgspec.Struct):
@@ -40,7 +42,8 @@ class Manifest(msgspec.Struct):
     stage: the last state that was not an end, with the cell where one was being taken.
     started, ended: UTC, ISO 8601. timings: seconds by phase. files: path in the drop -> sha256,
     complete only when `state` is `complete`. plan: the frozen plan, as `PLAN=1` prints it.
-    redacted: names of the machine were replaced afterwards, and `files` renewed.
+    redacted: names of the machine were replaced afterwards, and `files` renewed. left: what could
+    not be ended, since its host was lost; a later run tries again.
     """
 
     row: Row
@@ -63,3 +66,4 @@ class Manifest(msgspec.Struct):
     patches: dict[str, str] = {}
     files: dict[str, str] = {}
     redacted: bool = False
+    left: list[str] = []

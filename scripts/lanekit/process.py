@@ -18,6 +18,7 @@ import psutil
 
 from lanekit.errors import LaneError, ServerDied
 from lanekit.manifest import Process
+from lanekit.plan import CellPlan, Service
 
 MARK: Final = "LANEKIT_RUN"  # in the environment of all that a run starts: the path of its drop
 UNKILLABLE_S: Final = 10.0
@@ -28,8 +29,12 @@ class Task(Protocol):
     """A program that runs to its own end, such as the load of a cell."""
 
     @property
-    def process(self) -> Process:
+    def processes(self) -> list[Process]:
         """How a later run finds it."""
+
+    @property
+    def log(self) -> Path:
+        """What it says; of whoever failed first, where it is several programs."""
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs."""
@@ -44,19 +49,17 @@ class Task(Protocol):
 class Launcher(Protocol):
     """What a run needs of a launcher."""
 
-    def start(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
-    ) -> Process:
-        """Start one service; its output goes to `log`."""
+    def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
+        """Start one service on its host; its output goes to `log`."""
 
-    def task(self, what: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Task:
-        """Start the program that takes a cell; what: driver and cell, `aiperf c4`."""
+    def task(self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]) -> Task:
+        """Start the program that takes the cell `name`; logs: the leader's, then each worker's."""
 
     def check(self) -> None:
-        """Raise ServerDied when a service has ended."""
+        """Raise ServerDied when a service has ended, HostLost when a host is gone."""
 
     def logs(self) -> list[Path]:
-        """The log of every service."""
+        """The log of every service, the leader's first."""
 
     def stop(self) -> None:
         """End everything that was started, and wait for it."""
@@ -65,9 +68,10 @@ class Launcher(Protocol):
 class ProcessTask:
     """A child process as a task."""
 
-    def __init__(self, child: subprocess.Popen[bytes], started: Process) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], started: Process, log: Path) -> None:
         self._child = child
-        self.process = started
+        self.processes = [started]
+        self.log = log
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs; negative is a signal."""
@@ -79,7 +83,7 @@ class ProcessTask:
 
     def end(self, grace_s: float) -> None:
         """End its session and wait for it."""
-        end([self.process], grace_s)
+        end(self.processes, grace_s)
         self._child.wait()
 
 
@@ -89,29 +93,28 @@ class ProcessLauncher:
     def __init__(self) -> None:
         self._children: dict[str, tuple[subprocess.Popen[bytes], Process, Path]] = {}
 
-    def start(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
-    ) -> Process:
+    def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
         """Start one service in a session of its own.
 
         Raises:
             ServerDied: the command cannot be started.
         """
         with log.open("ab") as stream:
-            child, process = spawn(name, command, env, stream)
-        self._children[name] = (child, process, log)
+            child, process = spawn(service.name, service.command, env, stream)
+        self._children[service.name] = (child, process, log)
         return process
 
     def task(
-        self, what: str, command: Sequence[str], env: Mapping[str, str], log: Path
+        self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
     ) -> ProcessTask:
         """Start a program in a session of its own.
 
         Raises:
             ServerDied: the command cannot be started.
         """
-        with log.open("wb") as stream:
-            return ProcessTask(*spawn(what, command, env, stream))
+        kind = "aiperf" if cell.requests else "batch"
+        with logs[0].open("wb") as stream:
+            return ProcessTask(*spawn(f"{kind} {name}", cell.command, env, stream), logs[0])
 
     def check(self) -> None:
         """Raise ServerDied, with the log's last words, when a service has ended."""

@@ -8,13 +8,17 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from lanekit import images, sbom
 from lanekit.drop import atomic
 from lanekit.errors import ConfigError, ImageFailed
+from lanekit.progress import Say
+
+if TYPE_CHECKING:
+    from python_on_whales import DockerClient
 
 DEFAULT: Final = "ghcr.io/deepep-lanes"
 LOCK: Final = images.IMAGES / "images.lock"
@@ -140,6 +144,31 @@ def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str 
         )
     client.image.tag(reference, images.local(name, stack))
     return f"{images.local(name, stack)} is {reference}"
+
+
+def fetch(client: "DockerClient", digest: str, say: Say, lock: Path = LOCK) -> bool:
+    """Pull a published image by its digest with a client of any host; False where the lock does
+    not name it, so that nobody knows where it could come from.
+
+    Raises:
+        ImageFailed: the registry refuses, or does not have it.
+    """
+    from python_on_whales import DockerException  # noqa: PLC0415
+
+    known = (entry for images_ in read(lock).values() for entry in images_.values())
+    entry = next((entry for entry in known if entry.digest == digest), None)
+    if entry is None:
+        return False
+    reference = f"{entry.repository}@{digest}"
+    say(f"pulling {reference}")
+    try:
+        client.image.pull(reference, quiet=True)
+    except DockerException as error:
+        raise ImageFailed(
+            f"{reference}: {str(error).strip().splitlines()[-1]}",
+            remedy="Check REGISTRY= and `docker login` on that host.",
+        ) from error
+    return bool(images.present(client, digest))
 
 
 def remote(reference: str) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -38,6 +38,7 @@ from lanekit import (
 )
 from lanekit import drop as drops
 from lanekit.errors import CellFailed, ConfigError, Interrupted, LaneError, ServerDied
+from lanekit.manifest import Process
 from lanekit.plan import CellPlan, Plan, inherited
 from lanekit.progress import Progress
 
@@ -59,7 +60,7 @@ class Run:
         self.plan = plan
         self.drop = drop
         self.progress = progress
-        self._launcher = _launcher(plan)
+        self._launcher: process.Launcher = process.ProcessLauncher()
         self._scratch = ""
         self._served: process.Occurrences | None = None
         self._before = 0
@@ -76,9 +77,6 @@ class Run:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
         """A folder for what engine and AIPerf leave beside the drop, removed at the end."""
-        if self.plan.containers is not None:  # containers have their own, and lose it
-            yield
-            return
         with tempfile.TemporaryDirectory(
             prefix=drops.SCRATCH, ignore_cleanup_errors=True
         ) as folder:
@@ -86,19 +84,32 @@ class Run:
             yield
 
     @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """The launcher that the plan names, with every host reached and looked at."""
+        if self.plan.launcher == "process":
+            yield
+            return
+        begin, env, place = time.monotonic(), self.env({}), Path(self._scratch)
+        with compose.launching(self.plan, self.drop, place, env, self.progress.say) as launcher:
+            self._launcher = launcher
+            self.drop.timing("hosts", time.monotonic() - begin)
+            yield
+
+    @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Start every service of serve.yaml; ready means that a real completion came back."""
         self.drop.state("starting")
-        _require_free(self.plan.port)
+        if not self.plan.hosts[0].ssh:
+            _require_free(self.plan.port)
         begin = time.monotonic()
         try:
             for service in self.plan.services:
                 log = self.drop.log(service.host, service.name)
                 env = self.env(service.env)
                 with interrupt.held():
-                    started = self._launcher.start(service.name, service.command, env, log)
+                    started = self._launcher.start(service, env, log)
                     self.drop.started(started)
-                self.progress.say(f"started {service.name} (pid {started.pid}); log: {log}")
+                self.progress.say(f"started {_what(started)}; log: {log}")
             self._await_completion(begin)
             self._prefill()
             self._served = process.Occurrences(self._launcher.logs()[0], b"POST /v1/completions")
@@ -179,8 +190,7 @@ class Run:
                         f"no completion came back within {self.plan.ready_s:.0f} s",
                         remedy=f"Read {self._launcher.logs()[0]}; raise ready_s in lane.toml.",
                     )
-                last = process.tail(self._launcher.logs()[0], 1)
-                self.progress.now(f"starting, {waited:.0f} s: {last[0] if last else ''}")
+                self.progress.now(f"starting, {waited:.0f} s: {_last(self._launcher.logs())}")
                 time.sleep(POLL_S)
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
 
@@ -209,7 +219,7 @@ class Run:
                     )
 
     def _take(self, name: str, cell: CellPlan) -> None:
-        log = self.drop.path / cell.log
+        logs = [self.drop.path / cell.log, *(self.drop.log(w.host, name) for w in cell.workers)]
         (self.drop.path / cell.artifacts).mkdir(parents=True)
         env = self.env(cell.env)
         self.drop.manifest.stage = f"sweeping {name}"
@@ -220,14 +230,14 @@ class Run:
         task = None
         try:
             with interrupt.held():
-                what = f"{self.plan.driver} {name}"
-                task = self._launcher.task(what, cell.command, env, log)
-                self.drop.started(task.process)
+                task = self._launcher.task(name, cell, env, logs)
+                for started in task.processes:
+                    self.drop.started(started)
             while (code := task.poll()) is None:
                 self._watch(name, cell, begin)
                 time.sleep(POLL_S)
             self._launcher.check()  # AIPerf exits 0 when its server died (0.10.0, 2026-11-30)
-            outcome = task.outcome(code)
+            outcome, log = task.outcome(code), task.log
         finally:
             if task is not None:
                 with interrupt.held():
@@ -254,11 +264,18 @@ class Run:
         self.progress.now(f"{name}: {spent:.0f} s{of}")
 
 
-def _launcher(plan: Plan) -> process.Launcher:
-    """The launcher a plan names."""
-    if plan.launcher == "compose":
-        return compose.ComposeLauncher(plan)
-    return process.ProcessLauncher()
+def _last(logs: Sequence[Path]) -> str:
+    """What each log said last, one beside the other; on several hosts with the host in front."""
+    said = [(log.stem.rpartition("-")[0], *process.tail(log, 1)) for log in logs]
+    several = len(logs) > 1
+    width = 110 // max(1, len(logs))
+    return " | ".join(" ".join(words if several else words[1:])[:width] for words in said)
+
+
+def _what(started: Process) -> str:
+    if started.container:
+        return f"{started.what} on {started.host} (container {started.container[:12]})"
+    return f"{started.what} (pid {started.pid})"
 
 
 def main(plan: Plan, progress: Progress) -> int:
@@ -298,7 +315,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
             for name, found in facts.items():
                 drop.write(f"host/{name}.json", msgspec.json.format(msgspec.json.encode(found)))
             _prepare(run)
-            with run.scratch():
+            with run.scratch(), run.launching():
                 _script(plan.lane).measure(run)
             drop.state("collecting")
             drop.manifest.timings["wall"] = round(time.monotonic() - wall, 3)
@@ -324,9 +341,9 @@ def _prepare(run: Run) -> None:
             _require_program(name)
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
-    elif Path(plan.model.path).is_absolute():
+    elif Path(plan.model.path).is_absolute() and not plan.hosts[0].ssh:
         model.check(Path(plan.model.path))
-    for series in plan.patches:
+    for series in plan.patches if plan.containers is None else ():
         _require_patched(series, plan.environments["server"].python)
     drop.timing("install", time.monotonic() - begin)
 

@@ -152,7 +152,8 @@ def _started(manifest: Manifest | None) -> datetime.datetime:
 
 def _of_manifest(failure: str, table: Sequence[Signature], near: datetime.datetime) -> list[Event]:
     known = next((s for s in table if s.kind == "cause" and s.fits(failure)), None)
-    who = ("", "the run", "")
+    host = re.search(r"\bhost (\S+)", failure)
+    who = (host[1] if host else "", "the run", "")
     event = Event(drop.MANIFEST, 0, failure, who, "", near, True, False, known)
     return [event] if known else []
 

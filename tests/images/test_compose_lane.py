@@ -90,7 +90,10 @@ def test_the_lane_in_containers_is_proven_and_leaves_nothing(
     assert manifest.state == "complete"
     assert set(manifest.images) == {"server", "aiperf"}
     assert all(digest.startswith("sha256:") for digest in manifest.images.values())
-    assert {"compose.yaml", "aiperf/c4/profile_export.jsonl"} <= set(manifest.files)
+    assert {
+        f"compose/{manifest.plan['hosts'][0]['name']}.yaml",
+        "aiperf/c4/profile_export.jsonl",
+    } <= set(manifest.files)
 
 
 def test_an_interrupted_run_removes_its_containers(
@@ -128,7 +131,9 @@ def test_a_container_the_kill_left_unrecorded_is_found_by_its_label(
     child.kill()
     child.communicate(timeout=60)
     path = max(tmp_path.glob("2*"))
-    removed = compose.end_the_dead(path, [])
+    unrecorded = drop.read(path)
+    unrecorded.processes.clear()
+    removed, _ = compose.end_the_dead(path, unrecorded)
     assert len(removed) == 1
     assert labelled(tmp_path) == []
 

@@ -8,6 +8,7 @@ import pytest
 
 from lanekit import compose, machine, planning
 from lanekit.errors import ConfigError
+from lanekit.manifest import Manifest, Row
 from lanekit.plan import Containers, Plan
 
 HELD = Containers(
@@ -27,7 +28,7 @@ def plan(bare: machine.Machine, checkout: Path) -> Plan:
 
 
 def services(plan: Plan) -> dict[str, Any]:
-    found: dict[str, Any] = compose.document(plan)["services"]
+    found: dict[str, Any] = compose.document(plan, plan.hosts[0])["services"]
     return found
 
 
@@ -83,7 +84,8 @@ def test_gpus_and_nics_are_passed_in_where_the_profile_has_them(plan: Plan) -> N
 
 
 def test_a_drop_of_processes_asks_no_docker(tmp_path: Path) -> None:
-    assert compose.end_the_dead(tmp_path, []) == []
+    dead = Manifest(Row("l", "a", "p", ()), "s", "failed", "", {}, {}, {})
+    assert compose.end_the_dead(tmp_path, dead) == ([], [])
 
 
 def test_an_unknown_launcher_names_the_known_ones(bare: machine.Machine) -> None:

@@ -14,6 +14,7 @@ import pytest
 from lanekit import process
 from lanekit.errors import ServerDied
 from lanekit.manifest import Process
+from lanekit.plan import Service
 
 STUBBORN = (
     "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -42,9 +43,13 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
+def service(*command: str) -> Service:
+    return Service("server", "here", command, {})
+
+
 def start(code: str, log: Path) -> tuple[process.ProcessLauncher, Process]:
     launcher = process.ProcessLauncher()
-    started = launcher.start("server", [sys.executable, "-c", code], dict(os.environ), log)
+    started = launcher.start(service(sys.executable, "-c", code), dict(os.environ), log)
     deadline = time.monotonic() + 30
     while b"up" not in log.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -113,7 +118,7 @@ def test_a_marked_process_is_found_without_any_record(tmp_path: Path) -> None:
 def test_what_has_no_readable_environment_is_known_by_a_recorded_session(log: Path) -> None:
     """vLLM's and AIPerf's processes overwrite theirs with a title; an empty one looks the same."""
     launcher = process.ProcessLauncher()
-    started = launcher.start("server", [sys.executable, "-c", FAMILY], {}, log)
+    started = launcher.start(service(sys.executable, "-c", FAMILY), {}, log)
     while b"up" not in log.read_bytes():
         time.sleep(0.02)
     time.sleep(1.1)  # a process that has only begun is never judged by its environment
@@ -137,7 +142,7 @@ def test_an_ended_service_is_noticed_with_its_status_and_last_words(log: Path) -
 
 def test_a_command_that_does_not_exist_is_an_error_with_a_remedy(log: Path) -> None:
     with pytest.raises(ServerDied, match="cannot start server: /no/such/python") as caught:
-        process.ProcessLauncher().start("server", ["/no/such/python"], {}, log)
+        process.ProcessLauncher().start(service("/no/such/python"), {}, log)
     assert caught.value.remedy
 
 

@@ -26,6 +26,7 @@ MET: Final = {
     "connection-lost": "h:1:1 [0] NCCL WARN socketProgress: Connection closed by remote peer x",
     "collective-timeout": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL",
     "ended-from-outside": "SystemExit",
+    "host-lost": "HostLost: host b (ranks 8-15) cannot be reached: Timeout, server not responding.",
     "library-replaced": "ImportError: /_C.so: undefined symbol: nvshmem_selected_device_transport",
     "launch-failed": "RuntimeError: CUDA error: unspecified launch failure",
     "token-cap": "Assertion failed: elastic.hpp:9, num_tokens <= num_max_tokens_per_rank",

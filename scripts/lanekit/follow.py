@@ -1,0 +1,64 @@
+"""`lanekit logs DIR`: the logs of all hosts of a drop as one stream, host and ranks in front.
+
+It reads the drop's own files as they grow, so it works beside a run of any launcher, and after it.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from lanekit import drop as drops
+from lanekit import hosts
+from lanekit.errors import Unreadable
+
+POLL_S: Final = 0.2
+BLOCK: Final = 1 << 20
+
+
+def stream(root: Path, *, follow: bool) -> Iterator[str]:
+    """The lines of every log, each with its host and ranks; a file's own lines stay in order.
+
+    follow: go on until the run has ended.
+
+    Raises:
+        Unreadable: it is no drop of a run.
+    """
+    manifest = drops.read(root)
+    ranks = {host.name: hosts.with_ranks(host) for host in hosts.of(manifest.plan)}
+    at: dict[Path, int] = {}
+    rest: dict[Path, bytes] = {}
+    while True:
+        # Asked first: what was written before the end was recorded is still read below.
+        ended = not follow or drops.read(root).state in drops.ENDS
+        for path in sorted((root / "logs").glob("*.log")):
+            host, _, role = path.stem.rpartition("-")
+            for line in _new(path, at, rest, ended=ended):
+                yield f"{ranks.get(host, host)} {role} | {line}"
+        if ended:
+            return
+        time.sleep(POLL_S)
+
+
+def _new(path: Path, at: dict[Path, int], rest: dict[Path, bytes], *, ended: bool) -> Iterator[str]:
+    """The whole lines that a file has got since the last look; at the end also half of one."""
+    with path.open("rb") as stream_:
+        stream_.seek(at.get(path, 0))
+        while block := stream_.read(BLOCK):
+            *lines, rest[path] = (rest.get(path, b"") + block).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        at[path] = stream_.tell()
+    if ended and (half := rest.pop(path, b"")):
+        yield half.decode(errors="replace")
+
+
+def newest(results: Path) -> Path:
+    """The newest drop of a results folder.
+
+    Raises:
+        Unreadable: there is none.
+    """
+    found = sorted(results.glob("2*/manifest.json"), key=lambda path: path.parent.name)
+    if not found:
+        raise Unreadable(f"{results}: no drop in it", remedy="Say which: RESULTS=DIR.")
+    return found[-1].parent
