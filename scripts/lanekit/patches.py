@@ -272,7 +272,7 @@ def _fill(source: Source, base: str, picks: Sequence[str], override: str, scratc
     elif override and place.is_dir() and not _is_repository(place):
         _commit_files(scratch, lambda: _copy(place, source.paths, scratch))
     elif source.pypi and not override:
-        wheel = _download(source.pypi, base)
+        wheel = download(source.pypi, base)
         _commit_files(scratch, lambda: _unpack(wheel, source.paths, scratch))
     else:
         _from_repository(source, [base, *picks], override or source.git, scratch)
@@ -303,7 +303,7 @@ def _is_repository(place: Path) -> bool:
     )
 
 
-def _download(name: str, version: str) -> Path:
+def download(name: str, version: str) -> Path:
     """The wheel of a distribution, from the index that pip is configured for, kept for later."""
     cache = paths.CACHE / "patches" / f"{name}-{version}"
     if not list(cache.glob("*.whl")):

@@ -6,7 +6,7 @@ import re
 import pytest
 from tests.images.contained import EVERY, Container
 
-from lanekit import images, pins
+from lanekit import images, machine, pins, planning, spec, variables
 
 ENGINES = {"vllm": "vllm", "vllm-cpu": "vllm-cpu", "sglang": "sglang", "aiperf": "aiperf"}
 
@@ -52,6 +52,36 @@ def test_the_pinned_version_is_the_one_inside(
         held = images.contents(container.reference).packages
         if container.name.removesuffix("-v1") == pin:
             assert held[package] == pinned(stack, pin.replace("-", "_"))
+
+
+@pytest.mark.of(EVERY)
+def test_every_variable_that_a_lane_sets_here_is_read_here(
+    container: Container, request: pytest.FixtureRequest
+) -> None:
+    """By the component that the lane names, in the files that this image ships."""
+    words = sorted(lane_variables(container.name, request.config.getoption("--stack")))
+    if not words:
+        pytest.skip("no lane runs in this image")
+    assert "nothing drifted" in container.run("python", "/guard/guard.py", "env", *words)
+
+
+def lane_variables(image: str, stack: str) -> set[str]:
+    """NAME=READER of every variable that some arm sets in an image."""
+    words = set()
+    for lane in map(spec.lane, spec.lane_names()):
+        known = variables.load().reads | lane.reads
+        for arm, declared in lane.arms.items():
+            for profile in declared.contracts:
+                if spec.image(lane, arm, profile) != image or stack != (
+                    declared.stack or lane.stack
+                ):
+                    continue
+                options = planning.Options(lane=lane.name, arm=arm, profile=profile, start=False)
+                made = planning.make(options, machine.read())
+                cells = made.cells.values() if made.driver == "batch" else ()
+                given = [*(s.env for s in made.services), *(c.env for c in cells)]
+                words |= {f"{name}={known[name]}" for env in given for name in env}
+    return words
 
 
 @pytest.mark.of("aiperf")
