@@ -775,10 +775,10 @@ def run(options: argparse.Namespace) -> str:
     bench = Bench(options.backend, device, rank, world, control, options.warmup,
                   options.iterations, sink)  # fmt: skip
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    bench.write("run", world=world, settings=settings, graph_ops=GRAPH_OPS,
+    bench.write("run", world=world, settings=settings, graph_ops=GRAPH_OPS, started=time.time(),
                 **versions(options.backend))  # fmt: skip
     measure_all(bench, options)
-    bench.write("done")
+    bench.write("done", ended=time.time())
     dist.destroy_process_group()
     return table(read_records(path.read_text().splitlines())) if rank == 0 else ""
 

@@ -12,6 +12,7 @@ from lanekit import (
     answers,
     coherence,
     contract,
+    exchanges,
     judge,
     logs,
     micro,
@@ -172,10 +173,22 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
     checks = [*checks, _all_cells(manifest)]
     if trains:
         return _trained(subject, facts, files, checks)
-    cells = {cell: micro.read(path) for cell, path in files.items()}
-    found = judged(subject, facts, (), [*checks, *micro.judge(cells, profile.ranks)])
-    rows = (each for cell, lines in cells.items() for each in micro.rows(cell, lines))
+    cells = {cell: _taken(subject, manifest, cell, path) for cell, path in files.items()}
+    found = judged(subject, facts, (), [*checks, *exchanges.judge(cells, profile.ranks)])
+    rows = (each for cell, taken in cells.items() for each in micro.rows(cell, taken.records))
     return msgspec.structs.replace(found, micro=tuple(rows))
+
+
+def _taken(subject: Subject, manifest: Manifest, cell: str, path: Path) -> exchanges.Taken:
+    """A cell of the micro lane beside its command, its log and the run's clock."""
+    planned = _at(manifest.plan, "cells", cell)
+    log, command = subject.root / str(_at(planned, "log")), _at(planned, "command")
+    printed: frozenset[tuple[str, ...]] = frozenset()
+    if log in subject.files:
+        with logs.errors(log), logs.opened(log) as stream:
+            printed = exchanges.printed(stream)
+    words = tuple(map(str, command)) if isinstance(command, list) else ()
+    return exchanges.Taken(micro.read(path), words, printed, row.clock(manifest))
 
 
 def _trained(

@@ -26,7 +26,7 @@ NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE)
 #   count     exactly as many lines as ranks: for lines that carry no rank
 #   lines     at least as many lines as ranks: for lines that carry no rank
 #   requests  at least as many lines as requests were planned
-#   spread    like requests, over at least two values of the group `endpoint`
+#   spread    like requests, over at least two values of the group `endpoint`, else processes
 #   none      never
 Needs = Literal["ranks", "line", "count", "lines", "requests", "spread", "none"]
 Phase = Literal["any", "before_first_request"]

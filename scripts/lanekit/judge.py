@@ -241,7 +241,8 @@ def _spread(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judg
     outcome, expected, actual, missing = _requests(rule, lines, logs, facts)
     counts: dict[str, int] = defaultdict(int)
     for x in lines:
-        counts[dict(x.evidence.values).get("endpoint", "")] += x.evidence.count
+        who = f"{x.evidence.source.label} {x.evidence.source.pid}".strip()
+        counts[dict(x.evidence.values).get("endpoint", who)] += x.evidence.count
     counts.pop("", None)
     least = max(2, (facts.requests or 0) // SPREAD)
     loaded = sum(count >= least for count in counts.values())

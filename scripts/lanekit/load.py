@@ -52,7 +52,7 @@ def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Ru
         if cell.start is None or cell.end is None or kept is None or kept.window is None:
             absent.append(f"{x.name}: its summary or its records state no time")
             continue
-        load = Window(*map(_moment, kept.window))
+        load = window(*kept.window)
         zone = _zone(cell.start - load.first)
         logs = [w for each in ends if (w := clock.window(*each, near=cell.start)) is not None]
         if not logs:
@@ -60,28 +60,34 @@ def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Ru
             break
         wrong += [f"{x.name}: {why}" for why in (
             *_summary(cell.start, cell.end, load, zone),
-            *_manifest(x.name, load, after, run),
+            *against_run(x.name, load, after, run),
             *clock.outside(load, logs, zone, run.window if run else None),
         )]  # fmt: skip
         after = load.last
     if not found:
         absent.append("no load point to check")
+    return one_time(wrong, absent)
+
+
+def one_time(wrong: Sequence[str], absent: Sequence[str], *, required: bool = True) -> Check:
+    """The check that all clocks tell of one time. absent: those that could not be looked at."""
     return Check(
         id="same-run",
         group="load",
-        severity="required",
+        severity="required" if required or wrong else "noted",
         outcome="failed" if wrong else "unchecked" if absent else "met",
         why="records, summary, log and manifest are of one run",
         expected="every clock tells of one time",
         actual="; ".join(wrong or absent) or "they do",
         remedy="These files are of different runs, or were edited." if wrong else
-        "Keep AIPerf's exports and whole logs, with their times." if absent else "",
+        "Keep exports and whole logs, with their times." if absent else "",
     )  # fmt: skip
 
 
-def _moment(seconds: float) -> datetime.datetime:
-    """Seconds since the epoch, which a record's faults keep between 2000 and 2100, as UTC."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None)
+def window(first: float, last: float) -> Window:
+    """Seconds since the epoch, between the years 2000 and 2100, as UTC."""
+    found = (datetime.datetime.fromtimestamp(x, datetime.UTC) for x in (first, last))
+    return Window(*(x.replace(tzinfo=None) for x in found))
 
 
 def _zone(ahead: datetime.timedelta) -> datetime.timedelta:
@@ -99,7 +105,7 @@ def _summary(
             yield f"its summary's {what} {said:%m-%d %X} is {seen:%m-%d %X} in its records"
 
 
-def _manifest(
+def against_run(
     name: str, load: Window, after: datetime.datetime | None, run: Run | None
 ) -> Iterator[str]:
     """Whether a load point fits the run: within it, after the one before, no longer than it was

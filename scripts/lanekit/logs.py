@@ -27,7 +27,7 @@ NAME: Final = re.compile(
 BOMB_FLOOR: Final = 1 << 30  # unpacked bytes below which no ratio is suspicious
 BOMB_RATIO: Final = 1100  # gzip cannot pass 1032; a real NCCL log packs about 40 to 1
 FIRST_REQUEST: Final = scan.probe(
-    "first-request", 'HTTP/1.1" 200', r'"POST /\S+ HTTP/1\.1" 200', once=True
+    "first-request", 'HTTP/1.1" 200', r'"POST /\S+ HTTP/1\.1" 200', said=True, once=True
 )
 
 
@@ -113,7 +113,7 @@ def read(
         Unreadable: a log cannot be read or unpacked, or holds only NULs.
     """
     probes = [
-        *(scan.probe(bound.id, bound.rule.literal, bound.rule.pattern) for bound in rules),
+        *map(probe, rules),
         ranks.TALKING,
         *ranks.JOINS,
         FIRST_REQUEST,
@@ -124,6 +124,12 @@ def read(
     with concurrent.futures.ThreadPoolExecutor(min(len(logs), os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda log: _scan(log, probes, make), logs))
     return _together(logs, results, ranks_)
+
+
+def probe(bound: Bound) -> scan.Probe:
+    """What to look for: what must be there is said by its line, what may not be is nowhere."""
+    rule, forbidden = bound.rule, bound.rule.needs == "none"
+    return scan.probe(bound.id, rule.literal, rule.pattern, said=not forbidden, echoed=forbidden)
 
 
 def _together(

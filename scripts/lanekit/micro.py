@@ -1,22 +1,35 @@
 """What lanes/micro/ep_bench.py leaves: its records read, judged, and folded over repetitions."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from lanekit import reading
 from lanekit.errors import Unreadable
-from lanekit.verdict import Check, MicroRow, Place
+from lanekit.verdict import MicroRow
 
 FORMAT: Final = 1  # of micro.jsonl
 NAME: Final = "micro.jsonl"
 
 
+class Shape(NamedTuple):
+    """One exchange, as lanes/micro/ep_bench.py describes it."""
+
+    dtype: str
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+    max_tokens: int
+    sms: int
+
+
 class Record(msgspec.Struct, frozen=True):
-    """One line of micro.jsonl. kind: run, check, time or done. Times in microseconds."""
+    """One line of micro.jsonl. kind: run, check, time or done. Times in microseconds; started and
+    ended in seconds since the epoch."""
 
     v: int
     kind: str
@@ -24,15 +37,36 @@ class Record(msgspec.Struct, frozen=True):
     mode: str = ""
     dtype: str = ""
     tokens: int | None = None
+    hidden: int = 0
+    topk: int = 0
+    experts: int = 0
+    max_tokens: int = 0
     sms: int = 0
     rep: int = 0
     bytes: int = 0
     p50_us: float | None = None
     min_us: float | None = None
     max_us: float | None = None
+    iterations: int | None = None
+    ranks: int | None = None
     gbs: float | None = None
     ok: bool | None = None
+    wrong_rows: tuple[int, ...] = ()
     world: int | None = None
+    settings: dict[str, Any] = {}
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """What was exchanged."""
+        return Shape(self.dtype, self.tokens or 0, self.hidden, self.topk, self.experts,
+                     self.max_tokens, self.sms)  # fmt: skip
+
+    @property
+    def way(self) -> str:
+        """The mode, with the SM count where the run chose one."""
+        return f"{self.mode}, {self.sms} SMs" if self.sms else self.mode
 
 
 def read(path: Path) -> list[Record]:
@@ -55,93 +89,13 @@ def _record(where: str, line: bytes) -> Record:
     return found
 
 
-def judge(cells: Mapping[str, Sequence[Record]], ranks: int) -> list[Check]:
-    """One check a cell and rule: it ran to its end, on every rank, and every shape came back right.
-
-    A shape that was timed before it was checked refutes: fast garbage is not a result.
-    """
-    return [check for name in cells for check in _cell(name, cells[name], ranks)]
-
-
-def _cell(name: str, records: Sequence[Record], ranks: int) -> Iterable[Check]:
-    place = Place(f"micro/{name}/{NAME}", len(records))
-    worlds = {r.world for r in records if r.kind == "run"}
-    kinds = [r.kind for r in records]
-    ends = f"{kinds.count('run')} starts, {kinds.count('done')} ends"
-    order = kinds[:1] == ["run"] and kinds[-1:] == ["done"]
-    once = kinds.count("run") == kinds.count("done") == 1
-    whole = order and once and worlds == {ranks}
-    yield Check(
-        id=f"{name}-complete",
-        group="load",
-        severity="required",
-        outcome="met" if whole else "failed" if records else "unchecked",
-        why="the program ran to its end on every rank",
-        expected=f"one start first, one end last, world {ranks}",
-        actual=f"{ends}{'' if order else ', out of order'}, world "
-        f"{', '.join(sorted(map(str, worlds))) or 'unknown'}",
-        first=place,
-        last=place,
-        remedy="Read the cell's log; run the lane again.",
-    )
-    checked: set[Shape] = set()
-    timed: set[Shape] = set()
-    wrong: set[Shape] = set()
-    for r in records:
-        if r.kind == "check":
-            (checked if r.ok is True else wrong).add(_shape(r))
-        elif r.kind == "time" and not _sane(r):
-            wrong.add(_shape(r))
-        elif r.kind == "time" and r.tokens and r.op in EXCHANGES:
-            timed.add(_shape(r))
-            wrong |= {_shape(r)} - checked  # a check that comes later says nothing of this time
-    bad = sorted(wrong)
-    yield Check(
-        id=f"{name}-correct",
-        group="load",
-        severity="required",
-        outcome="failed" if bad else "met" if timed else "unchecked",
-        why="every shape came back exactly through identity experts before it was timed, and its "
-        "times are in order",
-        expected=f"{len(timed)} shapes checked",
-        actual=f"{len(timed - wrong)} of {len(timed)}",
-        first=place,
-        last=place,
-        missing=tuple(" ".join(map(str, shape)) for shape in bad),
-        remedy="Do not use these times: file the shape upstream." if bad else "",
-    )
-
-
-EXCHANGES: Final = ("dispatch", "combine", "pair")
-
-
-Shape = tuple[str, str, int]
-
-
-def _shape(record: Record) -> Shape:
-    return _mode(record), record.dtype, record.tokens or 0
-
-
-def _mode(record: Record) -> str:
-    """The mode, with the SM count where the run chose one."""
-    return f"{record.mode}, {record.sms} SMs" if record.sms else record.mode
-
-
-def _sane(record: Record) -> bool:
-    """Whether a time's figures can be of one set of measurements."""
-    least, middle, most = record.min_us, record.p50_us, record.max_us
-    if least is None or middle is None or most is None:
-        return False
-    return 0 < least <= middle <= most
-
-
 def rows(cell: str, records: Iterable[Record]) -> list[MicroRow]:
     """Times folded over repetitions: p50 is the median of the repetitions' p50, min and max over
     all, spread their range over that median."""
     groups: dict[tuple[str, str, str, int, int], list[Record]] = {}
     for r in records:
         if r.kind == "time" and None not in (r.p50_us, r.min_us, r.max_us):
-            groups.setdefault((r.op, _mode(r), r.dtype, r.tokens or 0, r.bytes), []).append(r)
+            groups.setdefault((r.op, r.way, r.dtype, r.tokens or 0, r.bytes), []).append(r)
     return [_row(cell, key, found) for key, found in groups.items()]
 
 

@@ -20,6 +20,7 @@ TALKING: Final = scan.probe(
     "talking:nccl",
     " NCCL INFO ",
     r"[A-Za-z0-9][\w.-]{0,252}:\d{1,10}:\d{1,10} \[-?\d{1,10}\] NCCL INFO ",
+    said=True,
     once=True,
 )
 
@@ -31,6 +32,7 @@ JOINS: Final = (
         HOOK,
         r"\[lane-evidence\] v=1 (?:armed )?host=(?P<host>\S+) pid=(?P<pid>\d+) rank=(?P<rank>\d+) "
         r"local_rank=(?P<local>\d+) world=(?P<world>\d+) ",
+        said=True,
     ),
     scan.probe(
         "join:nccl",
@@ -39,6 +41,7 @@ JOINS: Final = (
         r"NCCL INFO comm 0x[0-9a-f]+ "
         r"rank (?P<rank>\d+) nRanks (?P<world>\d+) nNodes \d+ localRanks \d+ "
         r"localRank (?P<local>\d+)",
+        said=True,
     ),
 )
 

@@ -17,18 +17,23 @@ from lanekit import prefix
 
 BLOCK: Final = 4 << 20
 LINE: Final = 64 << 10  # a longer line is read in pieces
-BEFORE: Final = 1 << 10  # bytes of a line looked at before a literal, and after it
+BEFORE: Final = 2 << 10  # bytes of a line looked at before a literal, and after it
 AFTER: Final = 8 << 10
 HEAD: Final = 256
+ECHO: Final = 16 << 10  # bytes before a line looked through for an echo that goes on into it
 GROUPS: Final = 20_000  # distinct evidence of one probe in one file; more is said, not kept
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What to look for. once: the first line is enough (a phase, a sensor)."""
+    """What to look for. said: it counts only where a line says it, not where one quotes it: right
+    after the marks in front. echoed: it counts even in a shell's echo, since what may not be there
+    is not hidden by a `+`. once: the first line is enough (a phase, a sensor)."""
 
     id: str
     literal: bytes
     pattern: re.Pattern[bytes]
+    said: bool = False
+    echoed: bool = False
     once: bool = False
 
 
@@ -68,10 +73,13 @@ class Finder(Protocol):
         """(position, literal number) of every literal that starts in block[start:end], sorted."""
 
 
-def probe(name: str, literal: str, pattern: str = "", *, once: bool = False) -> Probe:
+def probe(
+    name: str, literal: str, pattern: str = "", *, said: bool = False, echoed: bool = False,
+    once: bool = False,
+) -> Probe:  # fmt: skip
     """A probe from text; without a pattern the literal alone counts."""
     regex = re.compile((pattern or re.escape(literal)).encode())
-    return Probe(name, literal.encode(), regex, once)
+    return Probe(name, literal.encode(), regex, said, echoed, once)
 
 
 class PythonFinder:
@@ -170,6 +178,7 @@ class _Scan:
 
     def _lines(self, view: memoryview, start: int, end: int, offset: int, newlines: int) -> None:
         whole: Any = view.obj
+        echo = _Echo(view)
         cursor, line = start, start if self.fresh else -1
         for at, number in self.finder(view, start, end):
             newline = whole.rfind(b"\n", cursor, at)
@@ -183,8 +192,12 @@ class _Scan:
             window = bytes(view[low : high if high >= 0 else min(at + AFTER, len(view))])
             head = bytes(view[line : line + HEAD]).partition(b"\n")[0] if line >= 0 else self.head
             for probe_ in self.by_literal[number]:
-                if probe_.id not in self.over:
-                    self._match(probe_, window, at - low, head, mark)
+                if probe_.id in self.over:
+                    continue
+                find = _said if probe_.said and low == line else _anywhere
+                found = find(probe_, window, at - low, head)
+                if found and not (probe_.said and echo.goes_on(line)):
+                    self._keep(probe_, *found, mark)
         newline = whole.rfind(b"\n", cursor, end)
         line = newline + 1 if newline >= 0 else line
         self.fresh = line == end
@@ -192,19 +205,6 @@ class _Scan:
             self.head = bytes(view[line : min(line + HEAD, end)])
         if any(p.id in self.over for p in self.probes):
             self.watch([p for p in self.probes if p.id not in self.over])
-
-    def _match(self, probe_: Probe, window: bytes, at: int, head: bytes, mark: Mark) -> None:
-        """Match around the literal at `at` only, as far as its neighbours: whatever stands in a
-        line, each byte is looked at for one literal (40 s for 100 KiB of one, 2026-11-30)."""
-        literal = probe_.literal
-        before = window.rfind(literal, 0, at)
-        after = window.find(literal, at + len(literal))
-        start = max(at - BEFORE, before + len(literal) if before >= 0 else 0)
-        match = probe_.pattern.search(window, start, after if after >= 0 else len(window))
-        if match and match.start() <= at < match.end():
-            source = prefix.parse(head)
-            if not source.echo:
-                self._keep(probe_, match, source, mark)
 
     def _keep(
         self, probe_: Probe, match: re.Match[bytes], source: prefix.Prefix, mark: Mark
@@ -225,6 +225,59 @@ class _Scan:
             self.found.evidence[key] = Evidence(probe_.id, values, source, 1, mark, mark)
         else:
             self.found.overflow.add(probe_.id)
+
+
+Hit = tuple[re.Match[bytes], prefix.Prefix]
+
+
+def _near(probe_: Probe, window: bytes, at: int) -> tuple[int, int]:
+    """What belongs to the literal at `at`: as far as its neighbours, so that whatever stands in a
+    line, each byte is looked at for one literal (40 s for 100 KiB of one, 2026-11-30)."""
+    literal = probe_.literal
+    before, after = window.rfind(literal, 0, at), window.find(literal, at + len(literal))
+    low = max(at - BEFORE, before + len(literal) if before >= 0 else 0)
+    return low, after if after >= 0 else len(window)
+
+
+def _anywhere(probe_: Probe, window: bytes, at: int, head: bytes) -> Hit | None:
+    """A match around the literal at `at`, wherever it stands in its line."""
+    if probe_.said:  # its line began too far before
+        return None
+    match = probe_.pattern.search(window, *_near(probe_, window, at))
+    if match is None or not match.start() <= at < match.end():
+        return None
+    source = prefix.parse(head)
+    return None if source.echo and not probe_.echoed else (match, source)
+
+
+def _said(probe_: Probe, window: bytes, at: int, _head: bytes) -> Hit | None:
+    """A match with the literal at `at` where the line's own text begins, or right after a line of
+    NCCL's that was cut. What the line overwrote does not count as before."""
+    line = window.rfind(b"\r", 0, at) + 1
+    source, begin = prefix.split(window[line:at])
+    low, high = _near(probe_, window, at)
+    match = probe_.pattern.match(window, line + begin, high)
+    if match is None and (torn := prefix.torn(window, line + begin)) >= 0:
+        match = probe_.pattern.search(window, max(torn, low), high)
+        if match and prefix.quotes(window[torn : match.start()]):
+            return None
+    return (match, source) if match and match.start() <= at < match.end() else None
+
+
+class _Echo:
+    """Whether a shell's echo goes on into a line of a block; each byte is looked at once."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view, self.at, self.inside = view, 0, False
+
+    def goes_on(self, line: int) -> bool:
+        """Of the line that begins at `line`; lines are asked for in order."""
+        if line - self.at > ECHO:
+            self.at, self.inside = line - ECHO, False
+        if line > self.at:
+            self.inside = prefix.echoing(bytes(self.view[self.at : line - 1]), self.inside)
+            self.at = line
+        return self.inside
 
 
 def scan(

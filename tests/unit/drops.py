@@ -3,8 +3,10 @@
 Lines are written as NCCL 2.30.4, aws-ofi-nccl, vLLM 0.24.0, uvicorn and our hook print them.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lanekit import contract, planning, spec
+from lanekit import contract, exchanges, planning, spec
 from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan
 
 SHARED: Final = Path(
@@ -118,7 +120,8 @@ ONE: Final = each(("vm",), 2)
 ALONE: Final = each(("vm",), 1)
 LEGACY: Final = {"class": "deep_ep.Buffer", "gin": "none"}
 NVSHMEM: Final = (
-    "libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem CUDA"
+    "/src/libfabric/libfabric.cpp 1524 Selected provider efa, fabric efa-direct, nic rdmap1, hmem "
+    "yes"
 )
 SEAM: Final = (
     "[deep-ep-v2-seam] constructing deep_ep.ElasticBuffer (max_tokens/rank=8192 hidden=2048)"
@@ -342,7 +345,9 @@ def lanes(root: Path) -> Path:
         (root / lane / "lane.toml").write_text(lines)
         command = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
         if lane in DRIVERS:
-            command = f"${{LANE_PYTHON}} ${{LANE_HOME}}/{lane}.py --out ${{CELL_OUT}}"
+            command = (
+                f"${{LANE_PYTHON}} ${{LANE_HOME}}/ep_bench.py --out ${{CELL_OUT}} {' '.join(MICRO)}"
+            )
         (root / lane / "serve.yaml").write_text(f"services:\n  server:\n    command: {command}\n")
     return root
 
@@ -459,18 +464,47 @@ def aiperf(folder: Path, *, requests: int = 8, concurrency: int = 4) -> Path:
     return folder
 
 
-def micro(folder: Path, world: int) -> Path:
-    """What a cell of the micro program leaves: one shape, checked and then timed."""
-    shape = {"v": 1, "mode": "eager", "dtype": "bf16", "tokens": 8, "op": "pair"}
-    lines: list[dict[str, Any]] = [
-        {"v": 1, "kind": "run", "world": world},
-        {**shape, "kind": "check", "ok": True},
-        {**shape, "kind": "time", "p50_us": 9.0, "min_us": 8.0, "max_us": 10.0},
-        {"v": 1, "kind": "done"},
+MICRO: Final = (
+    "--backend=gloo", "--tokens=8", "--decode=0", "--hidden=256", "--topk=4", "--experts=32",
+    "--modes=eager", "--dtypes=bf16", "--repeat=2", "--iterations=3",
+)  # fmt: skip
+
+
+def exchanged(world: int, start: float = START) -> list[dict[str, Any]]:
+    """The records of the micro program: one floor and one shape, checked and then timed twice."""
+    program = exchanges._program()
+    options = program.parse_options([*MICRO, "--out=x"])
+    (shape,) = program.shapes(options)
+    peers, here = max(1, world - 1), 32 // world
+    alone = math.comb(32 - here, 4) / math.comb(32, 4) if world > 1 else 0
+    rows = round(8 * peers * (1 - alone) * world) / world
+    out, back = round(rows * shape.dispatch_row), round(rows * shape.combine_row)
+    moved = {"dispatch": out, "combine": back, "pair": out + back, "all_to_all": out}
+    settings = {key: value for key, value in vars(options).items() if key != "out"}
+    one = {"v": 1, "mode": "eager", **dataclasses.asdict(shape)}
+    figures = {"iterations": 3, "ranks": world, "p50_us": 9.0, "min_us": 8.0, "max_us": 10.0}
+
+    def timed(op: str, size: int, rep: int, **more: Any) -> dict[str, Any]:
+        gbs = round(size / 9.0 / 1e3, 3)
+        return {**more, "kind": "time", "op": op, "rep": rep, "bytes": size, **figures, "gbs": gbs}
+
+    return [
+        {"v": 1, "kind": "run", "world": world, "settings": settings, "started": start},
+        *(timed("copy-local", 65536, rep, v=1, mode="eager") for rep in range(2)),
+        {**one, "kind": "check", "wrong_rows": [0] * world, "ok": True},
+        *(timed(op, size, rep, **one) for rep in range(2) for op, size in moved.items()),
+        {"v": 1, "kind": "done", "ended": start + 9},
     ]
-    folder.mkdir(parents=True)
-    (folder / "micro.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+
+
+def micro(folder: Path, lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Write what a cell of the micro program leaves; returns what it prints at its end."""
+    text = [json.dumps(line) for line in lines]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "micro.jsonl").write_text("\n".join(text) + "\n")
+    program = exchanges._program()
+    table: str = program.table(program.read_records(text))
+    return table.splitlines()
 
 
 def steps(world: int, arm: str = "alltoall") -> list[dict[str, Any]]:
@@ -517,14 +551,15 @@ def drop(
     (root / "logs").mkdir(parents=True)
     fleet = spec.profile(profile)
     host, ranks = HOSTS[0] if fleet.hosts > 1 else "here", fleet.ranks
-    written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
-    (root / "logs" / written).write_text("\n".join(edit(log(name))) + "\n")
+    lines = edit(log(name))
     if lane == "megatron":
         training(root / lane / "c4", ranks, arm)
     elif lane in DRIVERS:
-        micro(root / lane / "c4", ranks)
+        lines += micro(root / lane / "c4", exchanged(ranks))
     else:
         aiperf(root / "aiperf" / "c4")
+    written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
+    (root / "logs" / written).write_text("\n".join(lines) + "\n")
     full_plan = plan_of(name, cells) | dict(plan or {})
     manifest = {
         "schema": 1,

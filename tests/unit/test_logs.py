@@ -3,6 +3,7 @@
 import gzip
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import drops
@@ -95,6 +96,10 @@ def test_a_log_of_each_host_together_make_the_evidence(tmp_path: Path) -> None:
     assert found.missing == ("1 more host [0], [1], [2], [3], [4], [5], [6], [7]",)
 
 
+# The head of a line that was cut at the end of NCCL's buffer, as in results/20261130T132456Z.
+TORN = "ip-10-0-0-1:7009:7009 [1] NCCL INFO Trees [0] 1/-1/-1->0->-1 [1] -1/-1/-1->1->0"
+
+
 @pytest.mark.parametrize(
     "relay",
     [
@@ -106,9 +111,13 @@ def test_a_log_of_each_host_together_make_the_evidence(tmp_path: Path) -> None:
         lambda line: f"\x1b[32m{line}\x1b[0m",
         lambda line: f"{line}\r",
         lambda line: f"\0\0{line}\0",
-        lambda line: f"\udcff\udcfe{line}",
-        lambda line: f"torn -1->1->0 {line}",
+        lambda line: f"{line}\udcff\udcfe",
+        lambda line: f"{TORN}{line}",
         lambda line: f"{line} {line}",
+        lambda line: f"Capturing CUDA graphs: 14%|#4 | 1/7 [00:01<00:09]\r{line}",
+        lambda line: f"[2026-11-30 11:05:44 DP1 TP1 EP1] {line}",
+        lambda line: f"2026-11-30T11:00:00.1Z stderr F {line}",
+        lambda line: f"(MegatronPolicyWorker[rank=3] pid=7003, ip=10.0.0.9) {line}",
     ],
 )
 def test_relayed_and_damaged_lines_still_prove(tmp_path: Path, relay: drops.Edit) -> None:
@@ -120,7 +129,7 @@ def test_relayed_and_damaged_lines_still_prove(tmp_path: Path, relay: drops.Edit
 def test_a_host_name_glued_to_a_torn_line_is_the_host(tmp_path: Path) -> None:
     lines = text("v2-efa-proxy")
     at = next(n for n, line in enumerate(lines) if PROVIDER in line)
-    lines[at] = f"[5] -1/-1/-1->1->0{lines[at]}"
+    lines[at] = f"{TORN}{lines[at]}"
     (tmp_path / "serve.log").write_bytes(joined(lines))
     assert checks(tmp_path, "v2-efa-proxy")["efa-provider"].actual == "16 of 16 ranks"
 
@@ -149,6 +158,60 @@ def test_xtrace_and_our_own_output_never_count(tmp_path: Path) -> None:
     found = checks(tmp_path, "v2-efa-proxy")
     for name in ("efa-provider", "gin-plugin-proxy", "gin-device-comm", "elastic-proxy"):
         assert (found[name].outcome, found[name].actual) == ("unchecked", "no such line")
+
+
+@pytest.mark.parametrize(
+    "quote",
+    [
+        lambda line: f"Received request cmpl-1: prompt: 'x {line}', params: n=1",
+        lambda line: f'{{"prompt": "{line}"}}',
+        lambda line: f'{{"log":"{line}","stream":"stderr","time":"2026-11-30T11:00:00Z"}}',
+        lambda line: f"[script:3] echo {line}",
+        lambda line: f"13:00:00 + echo {line}",
+        lambda line: f"+ echo '{line}'",
+        lambda line: f"server-1  | ++ echo {line}",
+        lambda line: f"{TORN} '{line}",
+        lambda line: f"{TORN} {{{line}",
+        lambda line: f"torn -1->1->0 {line}",
+        lambda line: f"\udcff{line}",
+        lambda line: f"+ echo 'once\n{line}\nand again'",
+        lambda line: f"server-1  | + printf 'a\nserver-1  | {line}\nserver-1  | '",
+        lambda line: f"+ echo 'it'\\''s\n{line}'",
+    ],
+)
+def test_a_line_that_another_quotes_says_nothing(tmp_path: Path, quote: drops.Edit) -> None:
+    lines = [str(quote(line)) for line in text("v2-efa-proxy")]  # type: ignore[arg-type]
+    (tmp_path / "serve.log").write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    found = checks(tmp_path, "v2-efa-proxy")
+    for name, x in found.items():
+        if x.severity == "required" and contract.rules()[name].needs != "none":
+            assert (x.outcome != "met", x.first) == (True, None), name
+
+
+@pytest.mark.parametrize(
+    "echo", ["+ echo 'done'\n", "+ echo 'it'\\''s'\n", "+ echo '\nended'\nit's said\n", "1 + 1 '\n"]
+)
+def test_a_line_after_an_echo_that_has_ended_counts(tmp_path: Path, echo: str) -> None:
+    data = "".join(f"{echo}{line}\n" for line in text("v2-efa-proxy"))
+    (tmp_path / "serve.log").write_text(data)
+    assert outcomes(tmp_path, "v2-efa-proxy") == {"met"}
+
+
+@pytest.mark.parametrize(
+    "quote", [lambda x: f"+ {x}", lambda x: f"[1,3]<stdout>:+ echo {x}", lambda x: f"prompt: '{x}'"]
+)
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (drops.nccl("ip-10-0-0-1", 3, "Using network Socket"), "net-fallback"),
+        (drops.hook("ip-10-0-0-1", 3, 3, 16, **drops.LEGACY), "no-legacy-buffer"),
+    ],
+)
+def test_nothing_hides_a_forbidden_line(
+    tmp_path: Path, quote: Callable[[str], str], line: str, rule: str
+) -> None:
+    (tmp_path / "serve.log").write_bytes(joined([*text("v2-efa-proxy"), quote(line)]))
+    assert checks(tmp_path, "v2-efa-proxy")[rule].outcome == "failed"
 
 
 NOBODY = prefix.Prefix()

@@ -287,11 +287,11 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
     ],
     "vllm-prepare-v1": [
         drop_all("PrepareAndFinalize"),
-        add("[fp8.py:594] Using DeepEPV2PrepareAndFinalize"),
+        add(drops.PREPARE.format("V2")),
     ],
     "vllm-prepare-v2": [
         drop_all("PrepareAndFinalize"),
-        add("[fp8.py:594] Using DeepEPHTPrepareAndFinalize"),
+        add(drops.PREPARE.format("HT")),
     ],
     "vllm-engine-cpu": [
         drop_all("V1 LLM engine"),

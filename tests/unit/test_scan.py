@@ -18,6 +18,8 @@ PROBES = (
     scan.probe("pid", "] NCCL", r"(?P<host>[a-z]+):(?P<pid>\d+) \[\d\] NCCL"),
     scan.probe("plain", "plain"),
     scan.probe("first", "plain", once=True),
+    scan.probe("said", "provider is ", r"(?:[a-z]+:)?provider is (?P<name>\w+)", said=True),
+    scan.probe("nowhere", "plain", echoed=True),
 )
 Make = Callable[[Sequence[bytes]], scan.Finder]
 ENGINES: list[Make] = [scan.PythonFinder]
@@ -55,15 +57,37 @@ def around_literals(probe: scan.Probe, line: bytes) -> Iterator[re.Match[bytes]]
             yield match
 
 
+CUT = re.compile(rb"[a-z]+:\d+:\d+ \[\d\] NCCL INFO ")
+
+
+def said(probe: scan.Probe, line: bytes) -> Iterator[re.Match[bytes]]:
+    """The match where the line's own text begins, or behind a line of NCCL's that was cut."""
+    places = [m.start() for m in re.finditer(re.escape(probe.literal), line)]
+    for at, following in itertools.pairwise([*places, len(line)]):
+        over = line.rfind(b"\r", 0, at) + 1
+        own = over + prefix.split(line[over:at])[1]
+        match = probe.pattern.match(line, own, following)
+        if match is None and (head := CUT.match(line, own)):
+            after = max([head.end(), *(p + len(probe.literal) for p in places if p < at)])
+            match = probe.pattern.search(line, after, following)
+            if match and re.search(rb"[\"'`{}]", line[head.end() : match.start()]):
+                match = None
+        if match and match.start() <= at < match.end():
+            yield match
+
+
 def plainly(data: bytes) -> Seen:
     """The same by reading line after line."""
     seen: Seen = {}
+    before = b""
     for number, raw in enumerate(data.split(b"\n"), 1):
         line = prefix.ANSI.sub(b"", raw)
-        if prefix.parse(line[:256]).echo:
-            continue
+        echo, goes_on = prefix.parse(line[:256]).echo, prefix.echoing(before[:-1])
+        before += line + b"\n"
         for probe in PROBES:
-            for match in around_literals(probe, line):
+            if goes_on if probe.said else echo and not probe.echoed:
+                continue
+            for match in (said if probe.said else around_literals)(probe, line):
                 values = tuple(
                     (k, v.decode("utf-8", "backslashreplace")) for k, v in match.groupdict().items()
                 )
@@ -77,6 +101,7 @@ def plainly(data: bytes) -> Seen:
 words = st.sampled_from(
     [
         *(b"provider is efa", b"provider is ", b"plain", b"host:12 [3] NCCL", b"plai", b"n"),
+        *(b"vm:1:1 [0] NCCL INFO ab", b"'", b"\r", b"INFO 11-30 11:00:00 [a.py:1] "),
         *(b"\n", b"\r\n", b" ", b"+ ", b"\x1b[33m", b"\x1b[0m", b"\x1b]0;title\x07", b"\x1b"),
         *(b"\0\0", b"\xff\xfe", "Ω".encode(), b"x" * 90),
         *(b"(Worker pid=12) ", b"[1,3]<stdout>:", b"server-1  | "),
@@ -119,7 +144,10 @@ def test_a_line_of_megabytes_is_read_in_pieces(make: Make) -> None:
 @engines
 def test_an_echo_of_megabytes_is_still_an_echo(make: Make) -> None:
     data = b"+ echo " + b"x" * 3_000_000 + b" provider is efa\nprovider is tcp\n"
-    assert list(scanned(data, make, block=1 << 16)) == [("provider", (("name", "tcp"),))]
+    assert list(scanned(data, make, block=1 << 16)) == [
+        ("provider", (("name", "tcp"),)),
+        ("said", (("name", "tcp"),)),
+    ]
 
 
 @engines
@@ -172,14 +200,21 @@ def test_a_line_of_nothing_but_literals_is_looked_at_once(
             looked.append(end - start)
             return self.pattern.search(line, start, end)
 
+        def match(self, line: bytes, start: int, end: int) -> re.Match[bytes] | None:
+            looked.append(end - start)
+            return self.pattern.match(line, start, end)
+
     probes = [
-        scan.Probe(name, rule.literal.encode(), Counting(re.compile(rule.pattern.encode())))  # type: ignore[arg-type]
+        scan.Probe(f"{name} {said}", rule.literal.encode(), Counting(compiled), said=said)  # type: ignore[arg-type]
         for name, rule in contract.rules().items()
+        for compiled in [re.compile(rule.pattern.encode())]
+        for said in (True, False)
     ]
     data = text.encode() * (50_000 // len(text))
     scan.scan(io.BytesIO(data), probes, make=make)
     kinds = sum(rule.literal in text for rule in contract.rules().values())
-    assert 0 < sum(looked) <= 3 * kinds * len(data) + scan.AFTER
+    near = 2 * kinds * scan.BEFORE * (scan.BEFORE + scan.AFTER) // len(text)  # of a line's start
+    assert 0 < sum(looked) <= 3 * kinds * len(data) + scan.AFTER + near
 
 
 @engines
@@ -188,7 +223,7 @@ def test_evidence_without_end_is_counted_and_said(make: Make, monkeypatch: Any) 
     data = b"".join(b"provider is a%d\n" % n for n in range(50))
     found = scan.scan(io.BytesIO(data), PROBES, make=make)
     assert len(found.evidence) == 10
-    assert found.overflow == {"provider"}
+    assert found.overflow == {"provider", "said"}
 
 
 def test_a_probe_without_pattern_takes_its_literal_as_text() -> None:

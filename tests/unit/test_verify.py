@@ -294,8 +294,8 @@ def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
 def test_where_a_checkout_stood_makes_no_difference(tmp_path: Path) -> None:
     def moved(plan: dict[str, Any]) -> None:
         command = plan["cells"]["c4"]["command"]
-        assert command[1].endswith("/micro/micro.py")
-        command[1] = "/elsewhere/lanes/micro/micro.py"
+        assert command[1].endswith("/micro/ep_bench.py")
+        command[1] = "/elsewhere/lanes/micro/ep_bench.py"
 
     assert check(planned(tmp_path, moved, "v2-one"), "lane").outcome == "met"
 
@@ -317,16 +317,17 @@ def batch(root: Path, cells: dict[str, str], **other: Any) -> Verdict:
         found["cells"][name]["artifacts"] = folder
     drops.edit_json(drop / "manifest.json", plan=found)
     shutil.rmtree(drop / "micro")
-    for name in ("decode", "prefill"):
-        drops.micro(drop / "micro" / name, 1)
     again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", "8000")
-    (drop / "logs" / "here-prefill.log").write_text(again + "\n")
+    for number, name in enumerate(("decode", "prefill")):
+        lines = drops.exchanged(1, drops.START + 20 * number)
+        table = drops.micro(drop / "micro" / name, lines)
+        (drop / "logs" / f"here-{name}.log").write_text("\n".join([again, *table]) + "\n")
     return verify(drops.seal(drop))
 
 
 def test_a_batch_drop_is_judged_cell_by_cell(tmp_path: Path) -> None:
     found = batch(tmp_path, {n: f"micro/{n}" for n in ("decode", "prefill")})
-    assert (found.result, [row.cell for row in found.micro]) == ("proven", ["decode", "prefill"])
+    assert (found.result, {row.cell for row in found.micro}) == ("proven", {"decode", "prefill"})
 
 
 def test_a_batch_drop_without_cells_proves_nothing(tmp_path: Path) -> None:
