@@ -70,6 +70,9 @@ class _Waivers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiver: tuple[Waiver, ...]
 
 
+_NOTHING: Final[tuple[str, ...]] = ()
+
+
 def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
     """The verdict of a drop with a manifest; the options may not contradict it."""
     manifest = drops.read(drop)
@@ -80,14 +83,13 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
                 f"{drop}: its manifest says {option} {getattr(held, option)}, not {wanted}",
                 remedy=f"Leave --{option} away: a drop with a manifest is judged by it.",
             )
-    name = plan.get("contract")
-    said = _contract_said(drop, manifest) if manifest.state == "complete" else ()
-    subject = Subject(
-        drop, tuple(files), held.lane, held.arm, held.profile, str(name), said, ours=True
-    )
+    known = row.lane(held)
+    name, said = str(plan.get("contract")), _NOTHING
+    if manifest.state == "complete":
+        name, said = _contract(drop, manifest, known)
+    subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    known = row.lane(held)
     checks = [_integrity(drop, files, manifest.files), *row.checks(manifest, known)]
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
@@ -141,15 +143,22 @@ def _asked(plan: Mapping[str, Any]) -> int:
     return len(answers.questions().ask.places()) if _at(plan, "gate", "questions") else 0
 
 
-def _contract_said(drop: Path, manifest: Manifest) -> tuple[str, ...]:
-    """What a reader must know about the contract that the plan names."""
-    name = manifest.plan.get("contract")
-    if not isinstance(name, str):
+def _contract(
+    drop: Path, manifest: Manifest, known: spec.Lane | None
+) -> tuple[str, tuple[str, ...]]:
+    """The contract that judges, and what a reader must know about it."""
+    planned = manifest.plan.get("contract")
+    if not isinstance(planned, str):
         raise Unreadable(f"{drop / MANIFEST}: its plan names no contract", remedy="Restore it.")
-    contract.load(name)
+    contract.load(planned)
+    held = manifest.row
+    today = known.arms[held.arm].contracts[held.profile] if known else planned
+    name = contract.judging(planned, today)
+    if name != planned:
+        return name, (f"made for contract {planned}; judged by {name}, which extends it",)
     if manifest.plan.get("contract_sha256") == contract.digest(name):
-        return ()
-    return (f"contract {name} has changed since this drop was made; judged by today's",)
+        return name, ()
+    return name, (f"contract {name} has changed since this drop was made; judged by today's",)
 
 
 def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:

@@ -215,6 +215,18 @@ def _extended(found: Contract, folder: Path) -> Contract:
     )
 
 
+def judging(planned: str, today: str, folder: Path = paths.CONTRACTS) -> str:
+    """The contract that judges a drop: the planned one, or the lane's of today where that extends
+    it. A drop then meets more than it was made for, never less.
+
+    Raises:
+        ConfigError: the lane's contract cannot be read.
+    """
+    path = folder / f"{today}.toml"
+    extends = toml.load(path, Contract).extends if path.is_file() else ""
+    return today if extends and extends == planned else planned
+
+
 def bound(
     found: Contract, folder: Path = paths.CONTRACTS, *, served: bool = False, batch: bool = False
 ) -> tuple[Bound, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lanekit import load, paths, spec
+from lanekit import contract, load, paths, spec
 from lanekit.clock import Window
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
@@ -220,8 +220,9 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
     row, plan = manifest.row, manifest.plan
     arm = known.arms[row.arm]
     profile = spec.profile(row.profile)
+    planned, today = str(plan.get("contract")), arm.contracts[row.profile]
     wanted = {
-        "contract": arm.contracts[row.profile],
+        "contract": planned if contract.judging(planned, today) == today else today,
         "driver": known.workload.driver,
         "engine": known.engine,
         "ranks": profile.ranks,

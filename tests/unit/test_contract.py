@@ -88,6 +88,16 @@ def test_an_engine_s_contract_needs_what_its_buffer_s_does(tmp_path: Path) -> No
     assert contract.digest("e", tmp_path) != before
 
 
+def test_a_drop_is_judged_by_a_contract_that_extends_its_own_and_by_no_other(
+    tmp_path: Path,
+) -> None:
+    extended(tmp_path)
+    assert contract.judging("c", "e", tmp_path) == "e"
+    assert contract.judging("e", "c", tmp_path) == "e", "never by less than it was made for"
+    assert contract.judging("c", "c", tmp_path) == "c"
+    assert contract.judging("", "c", tmp_path) == ""
+
+
 @pytest.mark.parametrize(
     ("base", "text"),
     [

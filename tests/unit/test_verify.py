@@ -563,3 +563,18 @@ def test_an_unknown_lane_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(LaneError) as caught:
         verify(tmp_path, lane="nonesuch")
     assert "trtllm/seam" in caught.value.remedy
+
+
+def test_a_drop_made_for_the_buffer_s_contract_is_judged_by_the_engine_s(tmp_path: Path) -> None:
+    """The first Megatron drops of two H200 were made before their lane's contract had its own."""
+    whole = drops.drop(tmp_path / "a", "megatron-v2-nvlink", plan={"contract": "v2-nvlink"})
+    found = verify(whole)
+    assert (found.result, found.contract) == ("proven", "megatron-v2-nvlink")
+    assert any("judged by megatron-v2-nvlink, which extends it" in line for line in found.said)
+    lacking = drops.drop(
+        tmp_path / "b",
+        "megatron-v2-nvlink",
+        lambda lines: [line for line in lines if "dispatcher=v2" not in line],
+        plan={"contract": "v2-nvlink"},
+    )
+    assert verify(lacking).result != "proven"
