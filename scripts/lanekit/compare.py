@@ -26,6 +26,12 @@ class Line(msgspec.Struct, frozen=True):
     standing: Standing
 
 
+def cells(verdict: Verdict) -> list[str]:
+    """The load points that a drop has figures of, in its order."""
+    names = [row.name for row in verdict.cells] + [row.cell for row in verdict.micro]
+    return list(dict.fromkeys(names + [row.cell for row in verdict.steps]))
+
+
 def measured(verdict: Verdict, cell: str) -> dict[str, float]:
     """The figures of one load point by published metric name; what could not be read is absent."""
     found: dict[str, float | None] = {}
@@ -33,6 +39,9 @@ def measured(verdict: Verdict, cell: str) -> dict[str, float]:
         if row.name == cell:
             found |= {name: getattr(row, name) for name in SERVING}
     found |= _micro([row for row in verdict.micro if row.cell == cell])
+    for step in verdict.steps:
+        if (step.cell, step.role) == (cell, "arm") and step.step:  # 0 is the warm-up
+            found |= {f"loss_{step.step}": step.loss, f"grad_norm_{step.step}": step.grad_norm}
     return {name: value for name, value in found.items() if value is not None}
 
 

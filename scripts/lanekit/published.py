@@ -20,7 +20,7 @@ UNBACKED: Final = ("statement", "unread")
 Evidence = Literal["records", "log", "summary", "excerpt", "statement", "unread"]
 Trait = Literal[
     "stack", "engine", "launcher", "weights", "driver", "gin", "gdrdrv", "aiperf", "check",
-    "timing", "qps", "sms", "communicators",
+    "timing", "qps", "sms", "communicators", "program",
 ]  # fmt: skip
 
 

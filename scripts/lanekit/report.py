@@ -139,9 +139,8 @@ _BESIDE_HEAD: Final = "| figure | published | measured | difference |\n|---|---|
 
 def _beside(known: Published, drop: str, verdict: Verdict) -> str:
     """A table for every load point of a drop that has published figures."""
-    names = (*(c.name for c in verdict.cells), *(m.cell for m in verdict.micro))
     text = ""
-    for cell in dict.fromkeys(names):
+    for cell in compare.cells(verdict):
         found = [x for x in compare.lines(known, verdict, cell) if x.measured is not None]
         if found:
             text += f"### {verdict.lane}/{verdict.arm}/{cell} on {verdict.profile}: "

@@ -23,7 +23,7 @@ from lanekit.published import Published
 from lanekit.verdict import Verdict
 from lanekit.verify import verify
 
-NOT_COMPARED: Final = ("gin", "qps", "sms", "communicators", "check", "timing")
+NOT_COMPARED: Final = ("gin", "qps", "sms", "communicators", "check", "timing", "program")
 FALLBACKS: Final = ("vllm", "micro")  # lanes whose rows run on any machine
 
 
@@ -263,7 +263,7 @@ def _judged(name: Name, folder: Path, manifest: Manifest | None) -> Verdict:
     """
     given = {} if manifest else {"lane": name.lane, "arm": name.arm}
     verdict = verify(folder, **given)
-    seen = {row.name for row in verdict.cells} | {row.cell for row in verdict.micro}
+    seen = set(compare.cells(verdict))
     cells = set(manifest.row.cells) if manifest else seen
     if (verdict.lane, verdict.arm) != (name.lane, name.arm) or name.cell not in cells:
         held = ", ".join(f"{verdict.lane}/{verdict.arm}/{cell}" for cell in sorted(cells))

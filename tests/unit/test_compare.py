@@ -8,7 +8,7 @@ import pytest
 
 from lanekit import compare, published
 from lanekit.compare import Line
-from lanekit.verdict import CellRow, MicroRow, Verdict
+from lanekit.verdict import CellRow, MicroRow, StepRow, Verdict
 from lanekit.verify import verify
 
 KNOWN = published.load()
@@ -103,6 +103,20 @@ def test_micro_falls_back_to_eager_where_nothing_was_captured() -> None:
     verdict = Verdict("d", "proven", "", lane="micro", arm="v2", profile="p5en-x2", micro=(row,))
     found = compare.measured(verdict, "decode")
     assert found == {"dispatch_p50_us": 300.0}
+
+
+def test_training_steps_stand_beside_published_ones_and_decide_nothing() -> None:
+    """Their driver drew other weights and tokens: a loss is shown, and is no headline."""
+    steps = tuple(
+        StepRow("steps", role, "v2", step, 20.0 + step, 30.0, 1.0)
+        for role in ("reference", "arm") for step in range(4)
+    )  # fmt: skip
+    verdict = Verdict("d", "proven", "", lane="megatron", arm="v2", profile="p5-x2", steps=steps)
+    assert compare.cells(verdict) == ["steps"]
+    found = by_metric(verdict, "steps")
+    assert (found["loss_1"].measured, found["grad_norm_3"].measured) == (21.0, 30.0)
+    assert "loss_0" not in compare.measured(verdict, "steps")
+    assert compare.reproduced(KNOWN, list(found.values())) is None
 
 
 @drops.needs_published
