@@ -56,14 +56,14 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One process of serve.yaml on one host. env: variables added to the inherited ones. image:
-    where it is not the engine's."""
+    """One process of serve.yaml on one host. env: variables added to the inherited ones.
+    environment: which of the plan's holds its program; the engine's unless it is a tool's."""
 
     name: str
     host: str
     command: tuple[str, ...]
     env: dict[str, str]
-    image: str = ""
+    environment: str = "server"
 
 
 class CellPlan(msgspec.Struct, frozen=True):

@@ -546,13 +546,19 @@ def _service(
     env = {**own, **bare.env}
     known = {**values, "LANE_EXPORTS": shlex.join(word for name in env for word in ("-x", name))}
     command = _command(path, str(body.get("command", "")), known, role)
-    image = _other_image(path, str(body.get("image", "")), known)
-    return Service(bare.name, bare.host, command, env, image)
+    held = _holder(path, str(body.get("image", "${LANE_IMAGE}")), known)
+    return Service(bare.name, bare.host, command, env, held)
 
 
-def _other_image(path: Path, image: str, values: Mapping[str, str]) -> str:
-    """The image of a service that is not the engine's."""
-    return "" if image in ("", "${LANE_IMAGE}") else _filled(path, image, values)
+def _holder(path: Path, image: str, values: Mapping[str, str]) -> str:
+    """Which environment holds a service: the engine's, or that of the tool whose image it names."""
+    match = re.fullmatch(r"\$\{LANE_IMAGE(?:_(\w+))?\}", image)
+    if match is None or (match[1] and f"LANE_BIN_{match[1]}" not in values):
+        raise ConfigError(
+            f"{path}: image '{image}' is neither the engine's nor a tool's",
+            remedy="Write ${LANE_IMAGE}, or ${LANE_IMAGE_NAME} of a tool in lane.toml.",
+        )
+    return match[1].lower().replace("_", "-") if match[1] else SERVER
 
 
 def _text(path: Path) -> str:

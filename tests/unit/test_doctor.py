@@ -256,6 +256,12 @@ def test_gin_from_the_gpu_needs_more_of_a_host_than_other_contracts(
     assert one(name, case(P5, host(P5EN), plan=gda)).outcome == "met"
 
 
+def test_a_router_beside_engines_is_no_rank(bare: machine.Machine) -> None:
+    """It has neither the engines' variables nor a token budget, and nothing is wrong with that."""
+    made = planning.make(planning.Options(lane="llmd", profile="cpu", start=False), bare)
+    assert one("tokens", case(H2, host(H200X2), plan=made)).outcome == "met"
+
+
 def test_ranks_must_have_the_same_token_budget_and_variables(bare: machine.Machine) -> None:
     made = made_plan(bare, arm="graph")
     assert one("tokens", case(H2, host(H200X2), plan=made)).outcome == "met"

@@ -77,8 +77,10 @@ def test_on_a_fleet_each_host_answers_and_the_leader_routes(
     assert all("--data-parallel-hybrid-lb" in s.command for s in engines)
     starts = [w for s in engines for w in s.command if w.startswith("--data-parallel-start-rank=")]
     assert starts == ["--data-parallel-start-rank=0", "--data-parallel-start-rank=8"]
-    assert all(s.image == "lanes/llmd:2026-07" for s in found.services if s.name != "first")
-    assert all(not s.image for s in engines)
+    assert {s.environment for s in engines} == {"server"}
+    assert {s.environment for s in found.services if s.name != "first"} == {"router"}
+    assert found.containers
+    assert found.containers.images["router"] == "lanes/llmd:2026-07"
 
 
 def test_every_service_is_some_arm_s_and_every_arm_s_service_is_there() -> None:
