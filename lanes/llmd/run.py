@@ -10,8 +10,9 @@ from lanekit.run import Run
 
 
 def measure(run: Run) -> None:
-    """Start serve.yaml, take every cell through the router, stop."""
+    """Start serve.yaml, ask the coherence gate and take every cell through the router, stop."""
     with run.serving():
+        run.gate()
         run.sweep()
 
 
