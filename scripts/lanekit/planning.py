@@ -30,6 +30,7 @@ from lanekit import (
 )
 from lanekit.errors import ConfigError
 from lanekit.plan import (
+    FILES,
     INHERITED,
     CellPlan,
     Containers,
@@ -46,7 +47,6 @@ IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
 NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
-FILES: Final = "files"  # of the drop: what the lane's own files became
 SEVERAL: Final = tuple(  # words that become several
     f"${{{name}}}"
     for name in ("LANE_ARGS", "LANE_EXPORTS", "CELL_ARGS", "ROLE_ARGS", "LANE_BACKENDS")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import yaml
 
-from lanekit import contract, machine, paths, plan, planning, run, spec, variables
+from lanekit import compose, contract, machine, paths, plan, planning, run, spec, variables
 from lanekit.drop import Drop
 from lanekit.errors import ConfigError
 
@@ -106,6 +106,26 @@ def test_no_row_of_the_lane_is_evidence_of_deepep() -> None:
 def test_a_routed_fleet_has_the_variables_of_its_transport() -> None:
     for name in ("routed-efa", "picked-efa"):
         assert variables.of(name, "p5en-x2") == variables.of("v2-efa-proxy", "p5en-x2")
+
+
+def test_a_container_has_its_tool_s_image_and_reads_the_laid_out_files(
+    bare: machine.Machine,
+) -> None:
+    found = fleet(bare, "epp")
+    assert found.containers
+    services = compose.document(found, found.hosts[0])["services"]
+    assert services["envoy"]["image"] == found.containers.images["router"]
+    assert services["first"]["image"] == found.containers.images["server"]
+    targets = [volume["target"] for volume in services["envoy"]["volumes"]]
+    assert f"{found.drop}/files" in targets
+
+
+def test_an_image_that_no_tool_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("services:\n  a:\n    image: ${LANE_IMAGE_OTHER}\n    command: x\n")
+    with pytest.raises(ConfigError, match="neither the engine's nor a tool's") as caught:
+        planning.services(path, {"LANE_BIN_ROUTER": "/x"}, {}, "here")
+    assert "LANE_IMAGE_NAME" in caught.value.remedy
 
 
 def test_what_was_laid_out_stands_in_the_drop(bare: machine.Machine, tmp_path: Path) -> None:
