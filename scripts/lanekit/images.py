@@ -350,6 +350,36 @@ def contents(reference: str, ssh: str = "") -> Contents:
         ) from error
 
 
+def purelib(names: Iterable[str]) -> list[str]:
+    """The arguments with which a Python prints, as JSON, the text of files below site-packages."""
+    program = (
+        "import json, pathlib, sys, sysconfig; site = pathlib.Path(sysconfig.get_path('purelib'));"
+        "text = lambda path: path.read_text(errors='replace') if path.is_file() else '';"
+        "print(json.dumps({name: text(site / name) for name in sys.argv[1:]}))"
+    )
+    return ["-c", program, *names]
+
+
+def installed(reference: str, names: Iterable[str], ssh: str = "") -> dict[str, str]:
+    """The text of files below an image's site-packages, empty for one that is not there.
+
+    Raises:
+        ImageFailed: the image has no Python that answers.
+    """
+    from python_on_whales import DockerException  # noqa: PLC0415
+
+    try:
+        told = docker(ssh).run(
+            reference, ["python", *purelib(names)], remove=True, networks=["none"], pull="never"
+        )
+        found: dict[str, str] = json.loads(str(told))
+    except (DockerException, ValueError) as error:
+        raise ImageFailed(
+            f"{reference} does not show its packages: {error}", remedy="Build it again."
+        ) from error
+    return found
+
+
 def parents() -> dict[str, str]:
     """image -> what it builds on: another image, or a pinned base."""
     text, found = GRAPH.read_text(), {}

@@ -27,6 +27,7 @@ from lanekit import (
     compose,
     doctor,
     envs,
+    images,
     interrupt,
     model,
     patches,
@@ -343,8 +344,8 @@ def _prepare(run: Run) -> None:
         model.ensure(Path(plan.model.path))
     elif Path(plan.model.path).is_absolute() and not plan.hosts[0].ssh:
         model.check(Path(plan.model.path))
-    for series in plan.patches if plan.containers is None else ():
-        _require_patched(series, plan.environments["server"].python)
+    for series in plan.patches:
+        _require_patched(series, plan)
     drop.timing("install", time.monotonic() - begin)
 
 
@@ -367,16 +368,20 @@ def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:
     say(f"environment {name}: {built.note or 'ready'}")
 
 
-def _require_patched(series: str, python: str) -> None:
+def _require_patched(series: str, plan: Plan) -> None:
     """The engine must hold what the gates of a series look for: an arm is nothing without it."""
-    ask = (python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    site = Path(subprocess.check_output(ask, text=True).strip())
-    for gate in patches.load(patches.PATCHES / series).gate:
-        held = site / gate.path
-        if not held.is_file() or gate.text not in held.read_text(errors="replace"):
+    gates = patches.load(patches.PATCHES / series).gate
+    files = [gate.path for gate in gates]
+    if plan.containers is not None:
+        held = images.installed(plan.containers.images["server"], files, plan.hosts[0].ssh)
+    else:
+        ask = (plan.environments["server"].python, *images.purelib(files))
+        held = msgspec.json.decode(subprocess.check_output(ask), type=dict[str, str])
+    for gate in gates:
+        if gate.text not in held[gate.path]:
             raise ConfigError(
-                f"{held} does not hold series {series}",
-                remedy="patches/README.md says how to apply it.",
+                f"the engine does not hold series {series}: '{gate.text}' is not in {gate.path}",
+                remedy="patches/README.md says how to apply it; our images are built with it.",
             )
 
 

@@ -84,6 +84,16 @@ def lane_variables(image: str, stack: str) -> set[str]:
     return words
 
 
+@pytest.mark.of(EVERY)
+def test_files_below_site_packages_can_be_read(container: Container) -> None:
+    """As a run asks whether the engine holds a series."""
+    if container.name == "transport-base":
+        pytest.skip("it has no packages")
+    held = images.installed(container.reference, ["pip/__init__.py", "no/such.py"])
+    assert "__version__" in held["pip/__init__.py"]
+    assert held["no/such.py"] == ""
+
+
 @pytest.mark.of("aiperf")
 def test_aiperf_answers(container: Container) -> None:
     assert "--concurrency" in container.run("aiperf", "profile", "--help")
