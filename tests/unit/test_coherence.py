@@ -327,3 +327,98 @@ def test_an_engine_without_logprobs_could_not_be_checked_and_one_silent_answer_i
     found = judged(Answers(HEADER, every), DENSE)["answers"]
     assert (found.outcome, found.severity) == ("unchecked", "required")
     assert bad(judged(Answers(HEADER, ()), DENSE)) == ["answers"]
+
+
+def one(*tops: dict[str, float | None]) -> Answer:
+    """An answer of as many tokens as lists; the first of each list is the token."""
+    return Answer(
+        prompt="p",
+        batch=1,
+        tokens=tuple(next(iter(top)) for top in tops),
+        logprobs=tuple(next(iter(top.values())) for top in tops),
+        top=tops,
+    )
+
+
+@pytest.mark.parametrize(("lead", "decisive"), [(1.0, 0), (1.125, 1), (0.9, 0)])
+def test_a_lead_of_twice_the_tolerance_is_not_yet_decisive(lead: float, decisive: int) -> None:
+    held = one({"a": -0.5, "b": -0.5 - lead})
+    assert coherence.apart(held, held, ALLOWED).decisive == decisive
+
+
+def test_a_single_listed_token_leads_by_nothing() -> None:
+    narrow = msgspec.structs.replace(ALLOWED, logprob=0.1)
+    assert coherence.apart(one({"a": -9.0}), one({"a": -9.0}), narrow).decisive == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "worst"),
+    [
+        ({"a": -1.0, "b": -2.0, "c": -4.0}, 0.0),
+        ({"a": -1.0, "b": -2.25, "c": -4.0}, 0.25),
+        ({"a": -1.0, "b": -2.0, "d": -3.5}, 0.5),  # d is at most -4.0 there
+        ({"a": -1.0, "b": -2.0, "d": -4.5}, 0.5),  # c is at most -4.5 here
+        ({"a": -1.0, "b": -2.0}, 0.0),  # c may be -4.0 here as well
+        ({"a": -1.0, "b": -5.0}, 3.0),
+        ({"d": -0.5, "e": -1.0}, 3.5),  # nothing in common
+    ],
+)
+def test_how_far_two_lists_are_apart_at_least(ours: dict[str, float | None], worst: float) -> None:
+    held: dict[str, float | None] = {"a": -1.0, "b": -2.0, "c": -4.0}
+    for left, right in ((held, ours), (ours, held)):
+        assert coherence.apart(one(left), one(right), ALLOWED).worst == pytest.approx(worst)
+
+
+def test_exactly_the_tolerance_is_inside() -> None:
+    held, ours = one({"a": -1.0, "b": -4.0}), one({"a": -1.5, "b": -4.0})
+    found = coherence.apart(held, ours, ALLOWED)
+    assert (found.worst, found.off) == (0.5, ())
+
+
+def test_exactly_as_far_and_as_many_as_allowed_is_inside() -> None:
+    edge = Tolerance(logprob=0.5, outliers=1 / 16, far=1.5, decisive=16)
+    ours = edited(sound(), C3, **moved(LAST, 3, {"c3": -1.6, "x": -3.0}))
+    gate = coherence.Gate(ASK, edge, "dense-graph", ours, DENSE)
+    found = {each.id: each for each in coherence.checks(gate)}["answers-reference"]
+    assert (found.outcome, found.severity) == ("met", "required"), found.actual
+    assert "worst 1.500 nats, 1 beyond 0.5" in found.actual
+
+
+def test_half_of_the_prompts_may_be_stuck_and_two_prompts_may_agree() -> None:
+    prompts = tuple(Prompt(name, name) for name in "abcd")
+    asked = msgspec.structs.replace(ASK, batches=(4,), prompt=prompts)
+    header = msgspec.structs.replace(HEADER, questions=answers.digest(asked))
+
+    def alike_of(*words: str) -> Check:
+        found = []
+        for prompt, word in zip(prompts, words, strict=True):
+            names = [word] * 4 if word.isupper() else [f"{word}{n}" for n in range(4)]
+            tops: list[dict[str, float | None]] = [{name: -0.1, "x": -3.0} for name in names]
+            held = one(*tops)
+            found.append(msgspec.structs.replace(held, prompt=prompt.id, batch=4))
+        gate = coherence.Gate(asked, ALLOWED, "", Answers(header, tuple(found)), None)
+        return {each.id: each for each in coherence.checks(gate)}["answers-alike"]
+
+    assert alike_of("A", "B", "c", "d").outcome == "met"
+    assert ", 2 of them one token for ever" in alike_of("A", "B", "c", "d").actual
+    assert alike_of("A", "B", "C", "d").outcome == "failed"
+    assert alike_of("a", "a", "a", "d").outcome == "met"
+    assert alike_of("a", "a", "a", "a").outcome == "failed"
+    assert "for ever" not in alike_of("a", "b", "c", "d").actual
+
+
+def test_a_lone_prompt_is_not_garbage_for_being_alone() -> None:
+    asked = msgspec.structs.replace(ASK, batches=(1,))
+    header = msgspec.structs.replace(HEADER, questions=answers.digest(asked))
+    gate = coherence.Gate(asked, ALLOWED, "", Answers(header, (answer("a", 1),)), None)
+    assert {each.id: each.outcome for each in coherence.checks(gate)}["answers-alike"] == "met"
+
+
+def test_a_drop_without_a_gate_is_shown_and_decides_nothing() -> None:
+    found = coherence.older()
+    assert (found.outcome, found.severity, found.group) == ("unchecked", "noted", "answers")
+
+
+def test_only_what_is_not_met_says_what_to_do() -> None:
+    assert {each.remedy for each in judged(sound(), DENSE).values()} == {""}
+    assert judged(None)["answers"].remedy
