@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -90,7 +91,8 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    checks = [_integrity(drop, files, manifest.files), *row.checks(manifest, known)]
+    checks = [_integrity(drop, files, manifest.files), _copies(subject)]
+    checks += row.checks(manifest, known)
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
     loads, unplanned = _planned(subject, plan)
@@ -279,6 +281,29 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
     )
 
 
+def _copies(subject: Subject) -> Check:
+    """Evidence that is there twice was seen once: copies, and links that look like files."""
+    names = (records.RECORDS, records.SUMMARY, micro.NAME, training.NAME)
+    evidence = {path for path in subject.files if path.name in names}
+    sized: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(evidence | {log.path for log in _serve_logs(subject)}):
+        sized[path.stat().st_size].append(path)
+    by_digest: dict[str, list[str]] = defaultdict(list)
+    for path in (path for size, same in sized.items() if size and len(same) > 1 for path in same):
+        by_digest[drops.sha256(path)].append(path.relative_to(subject.root).as_posix())
+    same = [" = ".join(names) for names in by_digest.values() if len(names) > 1]
+    return Check(
+        id="copies",
+        group="drop",
+        severity="required",
+        outcome="failed" if same else "met",
+        why="no log and no record counts twice",
+        expected="no two of the same bytes",
+        actual="; ".join(same[:SHOWN]) or "none",
+        remedy="Remove the copies, and judge what the run left." if same else "",
+    )
+
+
 def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:
     """The load points of a plan, and AIPerf folders that it does not name."""
     cells = _dict(plan.get("cells"))
@@ -337,7 +362,7 @@ def foreign(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) 
     subject = _inferred(drop, files, given)
     loads = _own_loads(drop) if drop.is_dir() else []
     facts = Facts(profile=spec.profile(subject.profile), requests=_total(loads))
-    checks = loading.load(loads, ()) if drop.is_dir() else []
+    checks = [_copies(subject), *loading.load(loads, ())] if drop.is_dir() else []
     return judged(subject, facts, loads, checks)
 
 
@@ -507,12 +532,12 @@ def _total(loads: Iterable[Load], *, asked: int = 0) -> int | None:
 
 
 def _tokens(plan: Mapping[str, Any]) -> int | None:
-    """Tokens in and out over all planned requests."""
+    """Tokens that pass the layers, over all planned requests: the last one out does not."""
     rows = list(_dict(plan.get("cells")).values())
     parts = [[_int(_at(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
     if not rows or any(number is None for row in parts for number in row):
         return None
-    return sum((r or 0) * ((i or 0) + (o or 0)) for r, i, o in parts)
+    return sum((r or 0) * ((i or 0) + (o or 0) - 1) for r, i, o in parts)
 
 
 def _versions(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -83,6 +83,11 @@ class Drop:
     def write(self, name: str, content: bytes) -> None:
         """Write a file of the drop whole or not at all."""
         atomic(self.path / name, content)
+
+    def amend(self, name: str, **fields: Any) -> None:
+        """Add fields to a JSON file of the drop."""
+        found = reading.decoded(reading.small(self.path / name), dict[str, Any], name)
+        self.write(name, msgspec.json.format(msgspec.json.encode(found | fields)))
 
     def require_room(self) -> None:
         """Notice a full disk while the run goes: an engine whose log is cut serves on for hours.

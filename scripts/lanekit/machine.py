@@ -13,9 +13,11 @@ import msgspec
 
 from lanekit import capture
 from lanekit.capture import Capture, Text
+from lanekit.plan import Host
 from lanekit.spec import Profile
 
 T = TypeVar("T")
+Counters = dict[str, dict[str, int]]
 
 EFA_VENDOR: Final = "0x1d0f"  # Amazon's PCI vendor id, as sysfs prints it
 LISTENING: Final = "0A"  # the state of a listening socket in /proc/net/tcp
@@ -135,6 +137,23 @@ def parse_contexts(text: str) -> tuple[Context, ...]:
         Context(int(m[1]), int(m[2] or 0), m[3], int(m[4] or 0), m[5], m[6].strip())
         for m in _all([re.fullmatch(form, line) for line in lines], lines)
     )
+
+
+def counters(hosts: Sequence[Host]) -> dict[str, Counters]:
+    """The byte counters of every host's RDMA devices, by host; none of a host that cannot say."""
+    asked = {"counters": capture.probes()["counters"]}
+    found = {host.name: capture.capture(host.name, asked, ssh=host.ssh) for host in hosts}
+    return {name: _or(each, "counters", parse_counters, {}) for name, each in found.items()}
+
+
+def parse_counters(text: str) -> Counters:
+    """Device -> counter -> bytes, over its ports, from the probe `counters`."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    total: Counters = {}
+    for match in _all([re.fullmatch(r"(\S+) (\w+_bytes) (\d+)", line) for line in lines], lines):
+        device = total.setdefault(match[1], {})
+        device[match[2]] = device.get(match[2], 0) + int(match[3])
+    return total
 
 
 def parse_nics(text: str) -> tuple[Nic, ...]:

@@ -88,12 +88,13 @@ class CellPlan(msgspec.Struct, frozen=True):
 
 
 class ModelPlan(msgspec.Struct, frozen=True):
-    """What is served: a directory or hub id, and how it came to be."""
+    """What is served: a directory or hub id, and how it came to be. shape: as spec.Model has it."""
 
     path: str
     served_name: str
     source: str
     dummy_weights: bool
+    shape: dict[str, int] = {}
 
 
 class Containers(msgspec.Struct, frozen=True):

@@ -282,6 +282,7 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         plan,
         stack=chosen.stack,
         comparable=chosen.profile.comparable,
+        model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
         url=chosen.url,
         port=plan.ports[SERVER],
         ready_s=lane.ready_s,
@@ -291,6 +292,12 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         prefill=lane.arms[plan.arm].prefill,
         lane_sha256=digest(chosen),
     )
+
+
+def _shape(plan: Plan, chosen: Choice) -> dict[str, int]:
+    """The lane's word on the model, where it is the lane's model."""
+    model = chosen.setting.model or chosen.lane.model
+    return model.shape if plan.model.source == model.source else {}
 
 
 def digest(chosen: Choice) -> str:
@@ -495,7 +502,8 @@ def _model(options: Options, model: spec.Model) -> ModelPlan:
     else:
         path = source
     if Path(path).is_absolute() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        return ModelPlan(path, name, source, model.dummy_weights and not options.model)
+        shape = {} if options.model else model.shape
+        return ModelPlan(path, name, source, model.dummy_weights and not options.model, shape)
     raise ConfigError(
         f"MODEL: '{source}' is neither a directory here nor a hub id",
         remedy="Give a directory in the Hugging Face layout, or a hub id such as Qwen/Qwen3-0.6B.",

@@ -29,6 +29,7 @@ from lanekit import (
     envs,
     images,
     interrupt,
+    machine,
     model,
     patches,
     paths,
@@ -161,11 +162,18 @@ class Run:
         self.drop.require_room()
 
     def sweep(self) -> None:
-        """Ask the coherence gate, then take every cell of the plan, in order."""
+        """Ask the coherence gate, then take every cell of the plan, in order, between two readings
+        of the NICs' counters."""
         self._gate()
         self.drop.state("sweeping")
+        before = machine.counters(self.plan.hosts)
         for name, cell in self.plan.cells.items():
             self._take(name, cell)
+        after = machine.counters(self.plan.hosts)
+        for host in self.plan.hosts:
+            readings = {"before": before[host.name], "after": after[host.name]}
+            if any(readings.values()):
+                self.drop.amend(f"host/{host.name}.json", hw_counters=readings)
 
     def _await_completion(self, begin: float) -> None:
         """Ask for one token until one comes: /health alone lies (awsome-distributed-ai#1256). Every

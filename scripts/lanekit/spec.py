@@ -78,11 +78,13 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is served. source: a hub id, or `built:NAME` for a model the lane makes itself."""
+    """What is served. source: a hub id, or `built:NAME` for a model the lane makes itself. shape:
+    its MoE `layers`, `hidden` size and `topk`, from which follows what must cross a fabric."""
 
     source: str
     served_name: str
     dummy_weights: bool = False
+    shape: dict[str, int] = {}
 
 
 class KnownFailing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,15 +5,19 @@ what is judged, lanekit.judge judges it, lanekit.render prints it.
 """
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lanekit.errors import ConfigError, Unreadable
 
 if TYPE_CHECKING:
     from lanekit.verdict import Verdict
+
+
+FILES: Final = 100_000  # in a drop; a sweep of three cells on two hosts leaves 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +75,9 @@ def _verify(drop: Path, given: dict[str, str | None]) -> "Verdict":
     str(drop).encode()
     if not drop.exists():
         raise Unreadable(f"{drop}: no such file or directory", remedy="Check the path.")
-    files = [drop] if drop.is_file() else list(logs.inside(drop))
+    files = [drop] if drop.is_file() else list(itertools.islice(logs.inside(drop), FILES + 1))
+    if len(files) > FILES:
+        raise Unreadable(f"{drop}: more than {FILES} files", remedy="Give one run's drop.")
     if not files or not any(path.stat().st_size for path in files):
         raise Unreadable(f"{drop}: empty", remedy="Nothing was collected: run the lane again.")
     ours = drop / MANIFEST in files

@@ -3,7 +3,7 @@
 Pure. What is absent is "could not check" and noted; what contradicts the run refutes it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lanekit.spec import Profile
@@ -21,16 +21,27 @@ def checks(
     over all planned requests."""
     images = plan.get("images")
     found = [_images(images)] if isinstance(images, dict) and images else []
-    if profile.fabric.kind == "efa":
-        found += [_inventory(hosts, profile), _counters(hosts, profile, tokens, plan)]
+    found += [_inventory(hosts, profile, "gpus", _gpus)] if profile.gpus else []
+    if profile.nics:
+        found += [_inventory(hosts, profile, "nics", _nics)]
+        found += [_counters(hosts, profile, tokens, plan)]
     return found
 
 
-def _check(outcome: Outcome, *, name: str, why: str, want: str, got: str, remedy: str) -> Check:
+def _check(
+    outcome: Outcome,
+    *,
+    name: str,
+    why: str,
+    want: str,
+    got: str,
+    remedy: str,
+    required: bool = False,
+) -> Check:
     return Check(
         id=name,
         group="witness",
-        severity="required" if outcome == "failed" else "noted",
+        severity="required" if required or outcome == "failed" else "noted",
         outcome=outcome,
         why=why,
         expected=want,
@@ -51,17 +62,38 @@ def _images(images: Mapping[str, Any]) -> Check:
     )
 
 
-def _inventory(hosts: Mapping[str, Any], profile: Profile) -> Check:
-    counts = {h: len(x["nics"]) for h, x in hosts.items() if isinstance(x.get("nics"), list)}
-    short = any(count < profile.nics for count in counts.values())
-    whole = len(counts) == profile.hosts
+def _nics(host: Mapping[str, Any], _profile: Profile) -> int | None:
+    return len(host["nics"]) if isinstance(host.get("nics"), list) else None
+
+
+def _gpus(host: Mapping[str, Any], profile: Profile) -> int | None:
+    """How many of the host's GPUs are the profile's, by the name that the driver gives."""
+    found = host.get("gpus")
+    if not isinstance(found, list):
+        return None
+    return sum(isinstance(x, dict) and profile.gpu in str(x.get("name")) for x in found)
+
+
+def _inventory(
+    hosts: Mapping[str, Any],
+    profile: Profile,
+    what: str,
+    count: Callable[[Mapping[str, Any], Profile], int | None],
+) -> Check:
+    """What the hosts have beside what the profile has. Every run writes it down before it starts
+    anything, so that a drop without it is no proof."""
+    want: int = getattr(profile, what)
+    counts = {name: n for name, host in hosts.items() if (n := count(host, profile)) is not None}
+    short = any(n < want for n in counts.values())
+    kind = f" of {profile.gpu}" if what == "gpus" and profile.gpu else ""
     return _check(
-        "failed" if short else "met" if whole else "unchecked",
-        name="nics",
-        why="every host has the NICs of the profile",
-        want=f"{profile.nics} on each of {profile.hosts} hosts",
-        got=", ".join(f"{h}: {count}" for h, count in sorted(counts.items())) or "no inventory",
-        remedy="Attach the missing NICs, or judge against the profile that ran.",
+        "failed" if short else "met" if len(counts) == profile.hosts else "unchecked",
+        name=what,
+        why=f"every host has the {what.upper().replace('S', 's')} of the profile",
+        want=f"{want}{kind} on each of {profile.hosts} hosts",
+        got=", ".join(f"{name}: {n}" for name, n in sorted(counts.items())) or "no inventory",
+        remedy="Judge against the profile that ran, or repair the hosts (make doctor).",
+        required=True,
     )
 
 

@@ -314,6 +314,7 @@ SUBJECTS: Final = {
 DRIVERS: Final = {"micro": "batch", "megatron": "batch", "nemo-rl": "batch"}
 ENGINES: Final = {"micro": "deepep", "llmd": "vllm", "megatron": "megatron-core"}
 CELLS: Final = ("c4", "c5", "c8", "decode", "prefill")
+SHAPE: Final = {"layers": 48, "hidden": 2048, "topk": 8}
 LOAD: Final = {"concurrency": 4, "requests": 8}
 
 
@@ -330,7 +331,7 @@ def lanes(root: Path) -> Path:
             "title": lane,
             "engine": ENGINES.get(lane, lane),
             "stack": "2026-07",
-            "model": {"source": "none/none", "served_name": "tiny"},
+            "model": {"source": "none/none", "served_name": "tiny", "shape": SHAPE},
             "workload": {
                 "cells": dict.fromkeys(CELLS, LOAD),
                 "driver": DRIVERS.get(lane, "aiperf"),
@@ -561,6 +562,10 @@ def drop(
     written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
     (root / "logs" / written).write_text("\n".join(lines) + "\n")
     full_plan = plan_of(name, cells) | dict(plan or {})
+    facts = {"gpus": [{"name": f"NVIDIA {fleet.gpu}"}] * fleet.gpus, "nics": ["x"] * fleet.nics}
+    (root / "host").mkdir()
+    for each_host in HOSTS if fleet.hosts > 1 else ("here",):
+        (root / "host" / f"{each_host}.json").write_text(json.dumps(facts))
     manifest = {
         "schema": 1,
         "row": {"lane": lane, "arm": arm, "profile": profile, "cells": [*cells]},

@@ -3,8 +3,10 @@
 import copy
 import datetime
 import json
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import clock, spec, witness
+from lanekit import capture, clock, machine, spec, witness
 from lanekit.errors import ConfigError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -335,7 +337,8 @@ def test_times_of_lines(line: bytes, moment: str | None) -> None:
 # --- counters, NICs, images
 
 P5EN = spec.profile("p5en-x2")
-PLAN = {"model": {"shape": {"layers": 48, "hidden": 2048, "topk": 8}}}
+SHAPE = {"layers": 48, "hidden": 2048, "topk": 8}
+PLAN = {"model": {"shape": SHAPE}}
 
 
 def host(sent: int, nics: int = 16) -> dict[str, Any]:
@@ -391,11 +394,104 @@ def test_an_image_by_tag_refutes() -> None:
 
 def test_facts_of_hosts_are_read_from_the_drop(tmp_path: Path) -> None:
     root = drops.drop(tmp_path / "d", "v2-efa-proxy")
-    (root / "host").mkdir()
-    (root / "host" / "a.json").write_text(json.dumps(host(1, nics=3)))
-    (root / "host" / "b.json").write_text("{torn")
+    one, other = sorted((root / "host").iterdir())
+    drops.edit_json(one, nics=["x"] * 3)
+    other.write_text("{torn")
     found = verify(drops.seal(root))
-    assert (found.result, check(found, "nics").actual) == ("refuted", "a: 3")
+    assert (found.result, check(found, "nics").actual) == ("refuted", "ip-10-0-0-1: 3")
+    assert check(found, "gpus").outcome == "unchecked"
+
+
+def test_a_drop_that_says_nothing_of_its_hosts_is_no_proof(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d", "v2-nvlink")
+    shutil.rmtree(root / "host")
+    found = verify(drops.seal(root))
+    assert (found.result, found.reason) == ("no verdict", "could not check: gpus")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "outcome", "said"),
+    [
+        ([{"name": "NVIDIA H200"}] * 2, "met", "here: 2"),
+        ([{"name": "NVIDIA A100"}] * 2, "failed", "here: 0"),
+        ([{"name": "NVIDIA H200"}], "failed", "here: 1"),
+        ([{}, 3], "failed", "here: 0"),
+        (None, "unchecked", "no inventory"),
+        ("NVIDIA H200", "unchecked", "no inventory"),
+    ],
+)
+def test_gpus_are_those_of_the_profile(
+    tmp_path: Path, gpus: object, outcome: str, said: str
+) -> None:
+    root = drops.drop(tmp_path / "d", "v2-nvlink")
+    (root / "host" / "here.json").write_text(json.dumps({"gpus": gpus}))
+    found = check(verify(drops.seal(root)), "gpus")
+    assert (found.outcome, found.severity, found.actual) == (outcome, "required", said)
+
+
+# hw_counters of an EFA device as sysfs has them, one file a counter; values made up.
+COUNTERS = """rdmap79s0 rdma_read_bytes 0
+rdmap79s0 rdma_write_bytes 1048576
+rdmap79s0 rx_bytes 64
+rdmap79s0 tx_bytes 4096
+rdmap80s0 tx_bytes 7
+rdmap80s0 tx_bytes 8
+"""
+
+
+def test_counters_are_added_up_over_ports() -> None:
+    found = machine.parse_counters(COUNTERS)
+    assert found["rdmap79s0"] == {
+        "rdma_read_bytes": 0, "rdma_write_bytes": 1048576, "rx_bytes": 64, "tx_bytes": 4096,
+    }  # fmt: skip
+    assert found["rdmap80s0"] == {"tx_bytes": 15}
+    with pytest.raises(ValueError, match="Permission denied"):
+        machine.parse_counters("rdmap79s0 tx_bytes Permission denied")
+
+
+def test_the_probe_reads_counters_as_sysfs_has_them(tmp_path: Path) -> None:
+    port = tmp_path / "rdmap79s0" / "ports" / "1" / "hw_counters"
+    port.mkdir(parents=True)
+    for name, value in (("tx_bytes", 4096), ("rdma_write_bytes", 9), ("tx_pkts", 3)):
+        (port / name).write_text(f"{value}\n")
+    text = capture.probes()["counters"].run.replace("/sys/class/infiniband", str(tmp_path))
+    said = subprocess.run(("sh", "-c", text), capture_output=True, text=True, check=True).stdout
+    assert machine.parse_counters(said) == {"rdmap79s0": {"tx_bytes": 4096, "rdma_write_bytes": 9}}
+
+
+def test_readings_around_the_sweep_are_joined_with_the_drop(tmp_path: Path) -> None:
+    """As a run leaves them: the lower bound is worked out from the lane's model."""
+    root = drops.drop(tmp_path / "d", "v2-efa-proxy")
+    least = 8 * (120 + 128 - 1) * 48 * 2048 * (1 - 2**-8)
+    for more, outcome in ((least / 2 + 1, "met"), (least / 2 - 1, "failed")):
+        for path in (root / "host").iterdir():
+            drops.edit_json(path, hw_counters=host(int(more))["hw_counters"])
+        found = check(verify(drops.seal(root)), "efa-bytes")
+        assert found.outcome == outcome
+    for path in (root / "host").iterdir():
+        drops.edit_json(path, hw_counters=None)
+    found = check(verify(drops.seal(root)), "efa-bytes")
+    assert (found.outcome, found.severity) == ("unchecked", "noted")
+
+
+def test_the_same_bytes_in_two_files_count_once(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d")
+    log = root / "logs" / "here-server.log"
+    shutil.copy(log, root / "logs" / "there-server.log")
+    os.link(log, root / "logs" / "linked-server.log")
+    (root / "logs" / "empty-a.log").write_bytes(b"")
+    (root / "logs" / "empty-b.log").write_bytes(b"")
+    found = verify(drops.seal(root))
+    assert (found.result, check(found, "copies").outcome) == ("refuted", "failed")
+    names = "logs/here-server.log = logs/linked-server.log = logs/there-server.log"
+    assert check(found, "copies").actual == names
+
+
+def test_a_stranger_s_copied_records_refute(tmp_path: Path) -> None:
+    root = tmp_path / "vllm-deepep_v2"
+    for number, name in enumerate(("a", "b")):
+        drops.aiperf(root / name, concurrency=4 + number)
+    assert check(verify(root, profile="p5en-x2"), "copies").outcome == "failed"
 
 
 def test_copies_of_one_record_without_its_id_are_not_counted_as_requests(tmp_path: Path) -> None:
@@ -477,7 +573,8 @@ def test_everything_waived_proves_nothing(tmp_path: Path) -> None:
     drop = tmp_path / "trtllm-native-seam"
     drop.mkdir()
     (drop / "serve.log").write_text("nothing\n")
-    ids = [x.id for x in verify(drop).checks if x.severity == "required"]
+    known = verify(drop).checks
+    ids = [x.id for x in known if x.severity == "required" and x.group != "drop"]
     lines = (f'[[waiver]]\ncheck = "{name}"\nreason = "x"\nby = "me"\n' for name in ids)
     (drop / "waivers.toml").write_text("".join(lines))
     found = verify(drop)

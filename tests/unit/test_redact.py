@@ -41,9 +41,7 @@ def everything(root: Path) -> str:
 
 def two_hosts(root: Path, name: str = "v2-efa-proxy") -> Path:
     drop = drops.drop(root, name, lambda lines: [lines[0], *LINES, *lines[1:]])
-    host = {"host": "ip-10-0-0-1", "nics": [{}] * 16}
-    (drop / "host").mkdir()
-    (drop / "host" / "ip-10-0-0-1.json").write_text(json.dumps(host))
+    drops.edit_json(drop / "host" / "ip-10-0-0-1.json", host="ip-10-0-0-1")
     found = json.loads((drop / "manifest.json").read_text())
     found["environment"] = {"HOME": "/home/ann", "X": "/lab7/ann/x"}
     (drop / "manifest.json").write_text(json.dumps(found))

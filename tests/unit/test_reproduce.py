@@ -219,8 +219,7 @@ def test_a_drop_below_the_band_is_not_reproduced(
         said = capsys.readouterr().out
         assert says in said
         assert "Qwen/Qwen3-30B-A3B-FP8  " in said, "the weights of the published run"
-        (nics,) = [line.split() for line in said.splitlines() if line.startswith("  nics ")]
-        assert nics == ["nics", "16", "0"]
+        assert not [line for line in said.splitlines() if line.startswith("  nics ")], "both 16"
 
 
 @pytest.mark.usefixtures("known_lanes", "checkout")

@@ -317,10 +317,10 @@ def batch(root: Path, cells: dict[str, str], **other: Any) -> Verdict:
         found["cells"][name]["artifacts"] = folder
     drops.edit_json(drop / "manifest.json", plan=found)
     shutil.rmtree(drop / "micro")
-    again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", "8000")
     for number, name in enumerate(("decode", "prefill")):
         lines = drops.exchanged(1, drops.START + 20 * number)
         table = drops.micro(drop / "micro" / name, lines)
+        again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", f"800{number}")
         (drop / "logs" / f"here-{name}.log").write_text("\n".join([again, *table]) + "\n")
     return verify(drops.seal(drop))
 
