@@ -32,6 +32,8 @@ _MARKS: Final = re.compile(
     | (?:\[\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d\][ ])?\[TRT-LLM\]         # TensorRT-LLM 0.21.0
       (?:[ ]\[RANK[ ]\d+\])?[ ]\[\w\]
     | INFO:[ ]+[\w.:\[\]-]+[ ]-(?=[ ])                              # uvicorn's access log
+    | \d{4}-\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]+(?:DEBUG|INFO|WARN|ERROR)    # vllm-router 0.1.17
+      [ ][\w:]{1,80}:[ ]src/[\w./]{1,80}:\d+:(?=[ ])
     )[ \t\0]*
     """,
     re.VERBOSE,

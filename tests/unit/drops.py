@@ -208,7 +208,12 @@ def _engine(kind: str, fleet: Fleet) -> list[str]:
     return said[kind]
 
 
-READY: Final = 'INFO vllm_router_rs::server: src/server.rs:1192: Router ready | workers: ["a", "b"]'
+# As vllm-router 0.1.17 prints it, colours included (2026-11-30).
+READY: Final = (
+    "\x1b[2m2026-11-30 11:05:45\x1b[0m \x1b[32m INFO\x1b[0m \x1b[2mvllm_router_rs::server\x1b[0m"
+    "\x1b[2m:\x1b[0m \x1b[2msrc/server.rs\x1b[0m\x1b[2m:\x1b[0m\x1b[2m1192:\x1b[0m Router ready | "
+    'workers: ["http://127.0.0.1:41899", "http://127.0.0.1:60741"]'
+)
 STARTED: Final = '{"level":"info","msg":"EPP starting (file discovery mode)","grpcPort":9002}'
 PICKED: Final = (
     '{"level":"Level(-3)","msg":"Request handled","targetModel":"t","endpoint":"10.0.0.%d:80"}'

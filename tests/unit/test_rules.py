@@ -329,7 +329,11 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         lambda x: [y for y in x if "POST" not in y] + [drops.POST] * 11 + [drops.answer(4)],
         change_all("POST", "200 OK", "500 Internal"),
     ],
-    "router-ready": [drop_all("Router ready")],
+    "router-ready": [
+        drop_all("Router ready"),
+        change_all("Router ready", r"^", "said: "),
+        change_all("Router ready", r"src/server\.rs", "of/another.rs"),
+    ],
     "picker-started": [drop_all("EPP starting")],
     "picker-picked": [
         drop_one("Request handled"),
