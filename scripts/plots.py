@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 
-from lanekit import paths, verify
+from lanekit import drop, paths, report, verify
 from lanekit.errors import LaneError
 from lanekit.verdict import MicroRow, Verdict
 
@@ -24,20 +24,21 @@ OPS: Final = {"dispatch": "C0", "combine": "C1", "all_to_all": "C2"}
 DASHES: Final = {"eager": ":", "graph": "-"}
 
 
-def proven(results: Path) -> list[Verdict]:
-    """The newest proven drop of each profile, lane and arm, in that order."""
-    newest: dict[tuple[str, str, str], Verdict] = {}
+def proven(results: Path) -> list[tuple[str, Verdict]]:
+    """The newest proven drop of each profile, model, lane and arm, each with its model."""
+    newest: dict[tuple[str, str, str, str], Verdict] = {}
     for manifest in sorted(results.glob("*/manifest.json")):
         try:
             verdict = verify.verify(manifest.parent)
         except LaneError:
             continue  # `lanekit verify` says why
         if verdict.result == "proven":
-            newest[verdict.profile, verdict.lane, verdict.arm] = verdict
-    return [newest[key] for key in sorted(newest)]
+            model = report.model(drop.read(manifest.parent))
+            newest[verdict.profile, model, verdict.lane, verdict.arm] = verdict
+    return [(key[1], newest[key]) for key in sorted(newest)]
 
 
-def time_a_token(profile: str, verdicts: Sequence[Verdict]) -> Any:
+def time_a_token(title: str, verdicts: Sequence[Verdict]) -> Any:
     """Median inter-token latency (ms, log scale) of every arm, grouped by cell."""
     figure, axes = plt.subplots()
     cells = list(dict.fromkeys(cell.name for v in verdicts for cell in v.cells))
@@ -53,7 +54,7 @@ def time_a_token(profile: str, verdicts: Sequence[Verdict]) -> Any:
         )
         axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.set_xticks([at + 0.4 - width / 2 for at in range(len(cells))], cells)
-    axes.set(yscale="log", ylabel="inter-token latency p50, ms", title=f"Time a token on {profile}")
+    axes.set(yscale="log", ylabel="inter-token latency p50, ms", title=f"Time a token: {title}")
     axes.legend(fontsize=8)
     return figure
 
@@ -77,11 +78,15 @@ def exchange(profile: str, arm: str, rows: Iterable[MicroRow]) -> Any:
 
 def draw(results: Path) -> list[Path]:
     """Write every picture; returns their paths."""
-    verdicts, made = proven(results), {}
-    for profile in sorted({v.profile for v in verdicts if v.cells}):
-        here = [v for v in verdicts if v.profile == profile and v.cells]
-        made[f"{profile}-time-a-token"] = time_a_token(profile, here)
-    for v in verdicts:
+    found, made = proven(results), {}
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for model, v in found:
+        if v.cells:
+            groups.setdefault((v.profile, model), []).append(v)
+    for (profile, model), here in groups.items():
+        name = f"{profile}-{model.replace(', ', '-').replace(' ', '-')}"
+        made[name] = time_a_token(f"{profile}, {model}", here)
+    for _, v in found:
         if any(row.cell == "sweep" and row.dtype == "bf16" for row in v.micro):
             made[f"{v.profile}-micro-{v.arm}"] = exchange(v.profile, v.arm, v.micro)
     folder = results / "plots"

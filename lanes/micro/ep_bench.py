@@ -56,7 +56,8 @@ class Refused(SystemExit):
 class Shape:
     """One exchange. `max_tokens` sizes the worst case; DeepEP compiles one kernel set for each.
 
-    sms: how many SMs a V2 kernel may use; 0 leaves it to DeepEP.
+    sms: how many SMs a V2 kernel may use; 0 leaves it to DeepEP. hybrid: V2's two-level exchange,
+    NVLink inside a host and NICs between hosts.
     """
 
     tokens: int
@@ -66,6 +67,7 @@ class Shape:
     max_tokens: int
     dtype: str  # of the dispatch: bf16 or fp8 (with one FP32 scale per 128 values)
     sms: int = 0
+    hybrid: bool = False
 
     @property
     def values_row(self) -> int:
@@ -311,7 +313,7 @@ class DeepEPTransport:
 
         self.buffer = deep_ep.ElasticBuffer(
             dist.group.WORLD, num_max_tokens_per_rank=shape.max_tokens, hidden=shape.hidden,
-            num_topk=shape.topk, allow_hybrid_mode=False, prefer_overlap_with_compute=False,
+            num_topk=shape.topk, allow_hybrid_mode=shape.hybrid, prefer_overlap_with_compute=False,
             explicitly_destroy=True,
         )  # fmt: skip
         self.topk_dtype = deep_ep.topk_idx_t
@@ -688,10 +690,12 @@ def shapes(options: argparse.Namespace) -> Iterator[Shape]:
     sweep = options.tokens or powers_of_two(options.largest)
     for dtype in options.dtypes:
         if options.decode:
-            yield Shape(options.decode, hidden, topk, experts, options.decode, dtype)
+            yield Shape(
+                options.decode, hidden, topk, experts, options.decode, dtype, hybrid=options.hybrid
+            )
         for tokens in sweep:
             for sms in options.sms:
-                yield Shape(tokens, hidden, topk, experts, max(sweep), dtype, sms)
+                yield Shape(tokens, hidden, topk, experts, max(sweep), dtype, sms, options.hybrid)
 
 
 def measure_all(bench: Bench, options: argparse.Namespace) -> None:
@@ -797,18 +801,28 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--experts", type=int, default=256)
     add("--dtypes", type=_among("bf16", "fp8"), default=["bf16", "fp8"])
     add("--modes", type=_among("eager", "eager-sync", "graph"), default=["eager", "graph"])
+    add("--hybrid", type=int, choices=(0, 1), default=0, help="V2 between hosts, two levels")
     add("--sms", type=_numbers, default=[0], help="SM counts of V2's kernels in the sweep")
     add("--warmup", type=int, default=5)
     add("--iterations", type=int, default=30)
     add("--repeat", type=int, default=3)
     add("--copy-largest", type=int, default=1 << 30, help="bytes")
     options = parser.parse_args(argv)
-    if options.backend == "gloo" and "graph" in options.modes:
+    options.hybrid = bool(options.hybrid)
+    if "graph" in options.modes and (why := _uncapturable(options.backend)):
         options.modes = [mode for mode in options.modes if mode != "graph"]
-        print("micro: gloo has no CUDA graphs; the graph mode is left out", file=sys.stderr)
+        print(f"micro: {why}; the graph mode is left out", file=sys.stderr)
     if options.hidden % FP8_BLOCK:
         parser.error(f"--hidden must be a multiple of {FP8_BLOCK}")
     return options
+
+
+def _uncapturable(backend: str) -> str:
+    """Why a backend cannot be captured here; empty where it can."""
+    here, everywhere = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if backend == "v1-ht" and here != everywhere:
+        return "V1 waits for the host between hosts"
+    return "gloo has no CUDA graphs" if backend == "gloo" else ""
 
 
 def _numbers(text: str) -> list[int]:

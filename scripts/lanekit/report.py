@@ -14,16 +14,18 @@ from lanekit.verdict import CellRow, Verdict
 
 SWEEP_SHOWN: Final = (1, 16, 512, 4096, 8192)  # tokens; a table of every size hides the shape
 _HEAD: Final = (
-    "| row | profile | verdict | tok/s | tok/s a user | TTFT p50 / p99 ms | ITL p50 / p99 ms "
-    "| requests | errors | drop |\n|---|---|---|---|---|---|---|---|---|---|\n"
+    "| row | profile | model | verdict | tok/s | tok/s a user | TTFT p50 / p99 ms "
+    "| ITL p50 / p99 ms | requests | errors | drop |\n" + "|---" * 11 + "|\n"
 )
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One cell of one drop, with the verdict of the whole drop."""
+    """One cell of one drop, with the verdict of the whole drop. model: what was served, and
+    whether its weights were dummies."""
 
     name: str
     profile: str
+    model: str
     comparable: bool
     verdict: str
     figures: CellRow
@@ -38,6 +40,7 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
     """
     waived = sum(bool(check.waived) for check in verdict.checks)
     result = f"{verdict.result}, {waived} waived" if waived else verdict.result
+    served = model(drops.read(path))
     unasked = [each for each in verdict.checks if each.id == "answers-reference"]
     if unasked and unasked[0].outcome == "unchecked" and verdict.result == "proven":
         result += ", answers not compared"
@@ -45,6 +48,7 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
         Row(
             name=f"{verdict.lane}/{verdict.arm}/{cell.name}",
             profile=verdict.profile,
+            model=served,
             comparable=spec.profile(verdict.profile).comparable,
             verdict=result,
             figures=cell,
@@ -54,11 +58,21 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
     ]
 
 
+def model(manifest: Manifest) -> str:
+    """What a drop served, and whether its weights were dummies."""
+    said = manifest.plan.get("model")
+    known = said if isinstance(said, dict) else {}
+    source = str(known.get("source") or known.get("served_name") or "unknown")
+    name = source.removeprefix("built:").rstrip("/").rpartition("/")[2]
+    return f"{name}, dummy weights" if known.get("dummy_weights") else name
+
+
 def line(row: Row) -> str:
     """One row for a terminal."""
     f = row.figures
     return (
-        f"{row.name} on {row.profile}: {_n(f.tok_s)} tok/s, {_n(f.tok_s_user)} a user, "
+        f"{row.name} on {row.profile}, {row.model}: "
+        f"{_n(f.tok_s)} tok/s, {_n(f.tok_s_user)} a user, "
         f"TTFT {_n(f.ttft_p50_ms)}/{_n(f.ttft_p99_ms)} ms, ITL {_n(f.itl_p50_ms)}/"
         f"{_n(f.itl_p99_ms)} ms (p50/p99), {f.requests} requests, {f.errors} errors: {row.verdict}"
     )
@@ -217,8 +231,9 @@ def _table(title: str, found: list[Row]) -> str:
 def _markdown_row(row: Row) -> str:
     f = row.figures
     return (
-        f"| {row.name} | {row.profile} | {row.verdict} | {_n(f.tok_s)} | {_n(f.tok_s_user)} "
-        f"| {_n(f.ttft_p50_ms)} / {_n(f.ttft_p99_ms)} | {_n(f.itl_p50_ms)} / {_n(f.itl_p99_ms)} "
+        f"| {row.name} | {row.profile} | {row.model} | {row.verdict} "
+        f"| {_n(f.tok_s)} | {_n(f.tok_s_user)} | {_n(f.ttft_p50_ms)} / {_n(f.ttft_p99_ms)} "
+        f"| {_n(f.itl_p50_ms)} / {_n(f.itl_p99_ms)} "
         f"| {f.requests} | {f.errors} | {row.drop} |\n"
     )
 

@@ -119,6 +119,22 @@ def test_a_drop_without_reference_is_marked_in_its_row(tmp_path: Path) -> None:
                                      checks=(check(drop, "answers-reference"),),
                                      cells=verify.verify(drop).cells))  # fmt: skip
     assert [row.verdict for row in rows] == ["proven, answers not compared"]
+    assert [row.model for row in rows] == ["none"]
+
+
+@known
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"source": "built:shape", "dummy_weights": True}, "shape, dummy weights"),
+        ({"source": "Qwen/Qwen3-30B-A3B-FP8", "served_name": "x"}, "Qwen3-30B-A3B-FP8"),
+        ({"source": "/srv/models/mine/"}, "mine"),
+        (None, "unknown"),
+    ],
+)
+def test_a_row_says_what_was_served(tmp_path: Path, model: object, said: str) -> None:
+    drop = drops.drop(tmp_path / "d", "v2-nvlink", plan={"model": model})
+    assert report.model(read_manifest(drop)) == said
 
 
 @known

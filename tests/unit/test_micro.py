@@ -113,6 +113,27 @@ def test_options_refuse_what_does_not_exist(capsys: pytest.CaptureFixture[str]) 
     assert "--hidden must be a multiple of 128" in capsys.readouterr().err
 
 
+def test_v1_between_hosts_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for local, backend, modes in (
+        ("8", "v1-ht", ["eager"]),
+        ("8", "v1-ll", ["eager", "graph"]),
+        ("8", "deepep", ["eager", "graph"]),
+        ("16", "v1-ht", ["eager", "graph"]),
+    ):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        options = ep_bench.parse_options(["--backend", backend, "--out", "x"])
+        assert options.modes == modes
+    assert "V1 waits for the host between hosts" in capsys.readouterr().err
+
+
+def test_hybrid_is_of_every_shape() -> None:
+    options = ep_bench.parse_options(["--backend", "deepep", "--out", "x", "--hybrid", "1"])
+    assert all(shape.hybrid for shape in ep_bench.shapes(options))
+
+
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
     reason="torch is not installed: the gloo arm needs it",

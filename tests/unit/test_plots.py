@@ -30,13 +30,13 @@ def results(tmp_path: Path) -> Path:
 
 def test_the_same_drops_make_the_same_pictures(results: Path) -> None:
     first = {path.name: path.read_bytes() for path in plots.draw(results)}
-    assert set(first) == {"cpu-time-a-token.svg"}
+    assert set(first) == {"cpu-none.svg"}
     assert {path.name: path.read_bytes() for path in plots.draw(results)} == first
 
 
 def test_a_bar_is_labelled_with_its_arm_cell_and_figure(results: Path) -> None:
     plots.draw(results)
-    text = (results / "plots" / "cpu-time-a-token.svg").read_text()
+    text = (results / "plots" / "cpu-none.svg").read_text()
     assert all(f">{label}<" in text for label in ("vllm/floor", "c4", "10.0"))
 
 
