@@ -5,7 +5,7 @@ Written here after outputs in public threads and after this project's own runs; 
 
 from lanekit.capture import Capture, Text
 
-# nvidia-smi --query-gpu: name, memory and driver of the H200 runs of 2026-11-30; 4 MiB assumed.
+# nvidia-smi --query-gpu: an H200 of 2026-11-30, which held 0 MiB when idle; 4 MiB assumed here.
 GPU = "NVIDIA H200, 143771, 580.159.04, 4"
 # `Fabric` of `nvidia-smi -q`: NVIDIA/nccl#1672.
 FABRIC = """    Fabric
@@ -70,13 +70,35 @@ P5EN = {
     "env": "",
     "images": "",
 }
-# The machine of this project's GPU runs of 2026-11-30: a virtual machine with 2 of a board's GPUs.
+# The machine of this project's GPU runs: a virtual machine with 2 GPUs of a board of 8.
+# As a host of two H200 answered, word for word (2026-11-30); of `env` only the switches.
+_FABRIC = """    Fabric
+        State                                          : Completed
+        Status                                         : Success"""
 H200X2 = {
-    **P5EN,
     "host": "vm",
-    "gpus": f"{GPU}\n{GPU}",
-    "fabric": FABRIC * 2,
+    "kernel": "6.18.44-fc-v657-gpu",
+    "cpus": "32",
+    "memory": (
+        "MemTotal:       263998500 kB\n"
+        "HugePages_Total:       0\n"
+        "HugePages_Free:        0\n"
+        "Hugepagesize:       2048 kB"
+    ),
+    "virtual": "hypervisor",
+    "gpus": "NVIDIA H200, 143771, 580.159.04, 0\nNVIDIA H200, 143771, 580.159.04, 0",
+    "contexts": "",
     "nics": "",
+    "gdrdrv": "none",
+    "shm": (
+        "Filesystem     1024-blocks  Used Available Capacity Mounted on\n"
+        "tmpfs            268435456     0 268435456       0% /dev/shm"
+    ),
+    "disk": (
+        "Filesystem     1024-blocks     Used Available Capacity Mounted on\n"
+        "/dev/vda         264212084 18108884 132973552      12% /"
+    ),
+    "fabric": f"{_FABRIC}\n--\n{_FABRIC}",
     "env": OFF,
 }
 

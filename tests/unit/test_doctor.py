@@ -50,6 +50,17 @@ def test_a_sound_fleet_is_fit() -> None:
     assert {f.check for f in found} == everywhere
 
 
+def test_two_real_h200_are_fit_and_not_where_multicast_is_left_on() -> None:
+    """What the doctor itself said on that machine, 2026-11-30: fit, then multicast alone."""
+    found = doctor.examine(case(H2, host(H200X2)))
+    assert doctor.result(found) == "fit"
+    assert {"gpus", "contexts", "driver", "multicast", "shm", "disk"} <= {f.check for f in found}
+    on = OFF.replace("NCCL_NVLS_ENABLE=0\n", "")
+    worse = doctor.examine(case(H2, host(H200X2, env=on)))
+    assert [f.check for f in worse if f.outcome == "failed" and f.stops] == ["multicast"]
+    assert doctor.result(worse) == "not fit"
+
+
 def test_every_rule_has_its_function_and_every_probe_a_reader() -> None:
     assert set(checks.TABLE) == set(RULES.check)
     read = {name for rule in RULES.check.values() for name in rule.reads}
