@@ -12,6 +12,7 @@ where a third NCCL was mapped (verl-project/verl#6621).
 """
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -41,6 +42,7 @@ STAMPS = {
 }
 ENTRY = re.compile(rb"nccl(?:Net|Gin)Plugin_v\d+")
 READERS = Path(__file__).with_name("readers.toml")
+STUB = Path("/usr/local/cuda/lib64/stubs/libcuda.so")  # the toolkit's, for links without a driver
 SKIPPED = {"proc", "sys", "dev", "run", "tmp", "tools", "locks", "src"}
 # What base images say about themselves, and a build step's own arguments: read by nobody.
 ABOUT_ITSELF = re.compile(r"\w+_(VERSION|SHA256|PROJECT|LOCK|URL|COMMIT|DIGEST|READS)")
@@ -98,21 +100,20 @@ def strings(path: Path, pattern: re.Pattern[bytes]) -> set[bytes]:
         return set(pattern.findall(text))
 
 
-def holds(path: Path, words: list[bytes]) -> bool:
-    """Whether a file holds one of the words whole: NCCL_DEB is not in NCCL_DEBUG.
+def holds(path: Path, word: bytes) -> bool:
+    """Whether a file holds a word whole: NCCL_DEB is not in NCCL_DEBUG.
 
     A plain search: a pattern with boundaries took a minute over one libnccl (2026-11-30).
     """
     if not path.stat().st_size:
         return False
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        for word in words:
-            at = text.find(word)
-            while at >= 0:
-                around = text[max(at - 1, 0) : at] + text[at + len(word) : at + len(word) + 1]
-                if not re.search(rb"\w", around):
-                    return True
-                at = text.find(word, at + 1)
+        at = text.find(word)
+        while at >= 0:
+            around = text[max(at - 1, 0) : at] + text[at + len(word) : at + len(word) + 1]
+            if not re.search(rb"\w", around):
+                return True
+            at = text.find(word, at + 1)
     return False
 
 
@@ -249,7 +250,7 @@ def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
         return
     mine = [path for path in paths if "deep_ep" in path.parts and path.suffix != ".pyc"]
     for name in image.expect["reads"].split("+"):
-        if not any(holds(path, [name.encode()]) for path in mine if path.is_file()):
+        if not any(holds(path, name.encode()) for path in mine if path.is_file()):
             yield Finding(
                 "series", f"no file of deep_ep reads {name}", "The wheel was built unpatched."
             )
@@ -326,6 +327,7 @@ class Reader:
     files: str = ""
     package: str = ""
     spelling: str = ""
+    composed: tuple[str, ...] = ()
 
     def ships(self, path: Path) -> bool:
         """Whether a file is one of the component's."""
@@ -333,21 +335,36 @@ class Reader:
             return True
         return bool(self.package) and self.package in path.parts and path.suffix != ".pyc"
 
-    def spellings(self, name: str) -> list[bytes]:
-        """How its files may hold a variable: whole, or as its library registers it."""
-        if not self.spelling or not name.startswith(self.prefix):
-            return [name.encode()]
-        rest = re.sub(self.spelling, "", name)
-        return [name.encode(), rest.encode(), rest.lower().encode()]
+    def spellings(self, name: str) -> list[list[bytes]]:
+        """How its files may hold a variable: whole, as its library registers it, or in parts that
+        must all be there, where its source composes names at run time."""
+        found = [[name.encode()]]
+        if self.spelling and name.startswith(self.prefix):
+            rest = re.sub(self.spelling, "", name)
+            found += [[rest.encode()], [rest.lower().encode()]]
+        if self.composed:
+            template, asks = self.composed
+            part = re.fullmatch(re.sub(r"\{\w+\}", r"(\\w+)", template), name)
+            if part:
+                found.append([template.encode(), asks.format(part[1].lower()).encode()])
+        return found
+
+    def reads(self, name: str, paths: list[Path]) -> bool:
+        """Whether what is shipped of it reads a variable."""
+        mine = [path for path in paths if self.ships(path) and path.is_file()]
+        return any(
+            all(any(holds(path, part) for path in mine) for part in parts)
+            for parts in self.spellings(name)
+        )
 
 
 def readers() -> dict[str, Reader]:
     """Every component of readers.toml."""
-    fields = {"prefix", "files", "package", "spelling"}
+    fields = {"prefix", "files", "package", "spelling", "composed"}
     found = tomllib.loads(READERS.read_text())["reader"]
     return {
         name: Reader(
-            **{k: tuple(v) if k == "prefix" else v for k, v in body.items() if k in fields}
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in fields}
         )
         for name, body in found.items()
     }
@@ -379,11 +396,8 @@ def check_lane(wanted: dict[str, str], paths: list[Path]) -> Iterator[Finding]:
 
 
 def _unread(name: str, mine: list[Reader], paths: list[Path]) -> Iterator[Finding]:
-    for reader in mine:
-        words = reader.spellings(name)
-        if any(holds(path, words) for path in paths if reader.ships(path) and path.is_file()):
-            return
-    yield Finding("env", f"{name} is exported and nothing shipped here reads it", "Remove it.")
+    if not any(reader.reads(name, paths) for reader in mine):
+        yield Finding("env", f"{name} is exported and nothing shipped here reads it", "Remove it.")
 
 
 def check_maps(image: Image, paths: list[Path]) -> Iterator[Finding]:
@@ -410,21 +424,27 @@ def check_maps(image: Image, paths: list[Path]) -> Iterator[Finding]:
 def _mapped(way: str, image: Image) -> list[Path] | str:
     """The files a fresh process maps, or its last words."""
     with tempfile.TemporaryDirectory() as scratch:
+        env = dict(image.env)
+        driver = "stub" if _with_stub(scratch, env) else "driver"
         ran = subprocess.run(
-            [sys.executable, __file__, "maps", way],
-            capture_output=True, text=True, env=_with_stub(scratch, image.env), check=False,
+            [sys.executable, __file__, "maps", way, driver],
+            capture_output=True, text=True, env=env, check=False,
         )  # fmt: skip
     if ran.returncode:
         return (ran.stderr.strip().splitlines() or ["no word"])[-1]
     return [Path(line) for line in ran.stdout.splitlines()]
 
 
-def _load(way: str) -> None:
+def _load(way: str, driver: str) -> None:
     """Bring the libraries into this process, lazily: no driver is needed to look."""
     sys.setdlopenflags(os.RTLD_LAZY)
     if way == "import":
-        for module in ("torch", "deep_ep"):
-            __import__(module)
+        torch = importlib.import_module("torch")
+        if driver == "stub":
+            # sgl-deep-ep 0.1.2.post1 refuses its import where no GPU answers (prerequisites.py,
+            # 2026-11-30). A build has none: say yes here only, to see what the import maps.
+            torch.cuda.is_available = lambda: True
+        importlib.import_module("deep_ep")
         return
     for name in ("libnccl.so.2", "libnvshmem_host.so.3"):
         try:
@@ -434,17 +454,16 @@ def _load(way: str) -> None:
             print(error, file=sys.stderr)
 
 
-def _with_stub(scratch: str, given: dict[str, str]) -> dict[str, str]:
-    """The environment, with the toolkit's stand-in libcuda where no driver is mounted: a build."""
-    env = dict(given)
-    stub = Path("/usr/local/cuda/lib64/stubs/libcuda.so")
+def _with_stub(scratch: str, env: dict[str, str]) -> bool:
+    """Put the toolkit's stand-in libcuda on the path where no driver is mounted, as in a build."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        if stub.exists():
-            (Path(scratch) / "libcuda.so.1").symlink_to(stub)
+        if STUB.exists():
+            (Path(scratch) / "libcuda.so.1").symlink_to(STUB)
             env["LD_LIBRARY_PATH"] = f"{env.get('LD_LIBRARY_PATH', '')}:{scratch}".lstrip(":")
-    return env
+            return True
+    return False
 
 
 def maps() -> list[Path]:
@@ -515,7 +534,7 @@ def main(argv: list[str]) -> int:
         _write("expect.json", expected() | dict(word.split("=", 1) for word in words))
         return 0
     if command == "maps":
-        _load(words[0])
+        _load(*words)
         print(*maps(), sep="\n")
         return 0
     image = Image(Path(os.environ.get("LANES_ROOT", "/")), expected(), dict(os.environ))

@@ -45,6 +45,7 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: str = ""
     package: str = ""
     spelling: str = ""
+    composed: tuple[str, ...] = ()
 
 
 class Readers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

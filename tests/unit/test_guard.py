@@ -3,6 +3,7 @@
 The libraries are real ELF files made by the C compiler; only their names and texts are planted.
 """
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -73,6 +74,10 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "void f(void) { ncclGetVersion(); nvshmem_my_pe(); }",
     )
     (site / "deep_ep/elastic.py").write_text('os.getenv("EP_NUM_COMMS")\n')
+    (site / "deep_ep/find_pkgs.py").write_text(
+        "def find_pkg_root(name):\n    return os.getenv(f'EP_{upper}_ROOT_DIR')\n"
+        "find_pkg_root('nccl', lib_name='libnccl.so')\n"
+    )
     library(
         root / OFI / "libnccl-net-ofi.so", "int ncclNetPlugin_v12; int ncclGinPlugin_v13; int x;"
     )
@@ -193,6 +198,9 @@ def test_each_planted_fault_is_found(
         ("NVSHMEM_TRANSPORT", True),
         ("NCCL_REMOTE_TRANSPORT", True),  # another library's word is not a reader
         ("NCCL_VERSION", False),  # a base image's word about itself
+        ("EP_NCCL_ROOT_DIR", False),  # sgl-deep-ep composes it: EP_{upper}_ROOT_DIR
+        ("EP_GDRCOPY_ROOT_DIR", True),  # composed likewise, and asked for by nobody
+        ("EP_NCCL_ROOT", True),
     ],
 )
 def test_a_variable_nobody_reads_is_found(clean: Path, name: str, found: bool) -> None:
@@ -255,3 +263,50 @@ def test_a_lanes_variable_is_read_by_the_component_it_names(
     ran = asked(clean, word)
     assert ran.returncode == (1 if said else 0)
     assert said in ran.stderr
+
+
+@pytest.fixture
+def driverless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site with a torch that sees no GPU, and the toolkit's stub: an image during its build."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        library(tmp_path / "stubs/libcuda.so", "void cuInit(void) {}")
+        monkeypatch.setattr(guard, "STUB", tmp_path / "stubs/libcuda.so")
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch/__init__.py").write_text("from torch import cuda\n")
+        (tmp_path / "torch/cuda.py").write_text("def is_available(): return False\n")
+        return tmp_path
+    pytest.skip("a driver is here: the stub is never used")
+
+
+REFUSES = (
+    "import torch\nif not torch.cuda.is_available():\n    raise ImportError('no CUDA device')\n"
+)
+
+
+def imported(site: Path, deep_ep: str) -> list[Path] | str:
+    (site / "deep_ep.py").write_text(deep_ep)
+    found: list[Path] | str = guard._mapped("import", guard.Image(env={"PYTHONPATH": str(site)}))
+    return found
+
+
+def test_a_deepep_that_asks_for_a_gpu_is_looked_at_without_one(driverless: Path) -> None:
+    """sgl-deep-ep 0.1.2.post1 refuses its import without a driver, as every image build is."""
+    second = driverless / "libnccl.so.2"
+    library(second, nccl("2.28.9"))
+    mapped = imported(driverless, f"{REFUSES}import ctypes\nctypes.CDLL({str(second)!r})\n")
+    assert second in mapped  # what it maps is seen: a second NCCL would be found
+
+
+def test_a_deepep_that_cannot_be_imported_is_found_all_the_same(driverless: Path) -> None:
+    assert imported(driverless, REFUSES + "import _C_is_missing\n") == (
+        "ModuleNotFoundError: No module named '_C_is_missing'"
+    )
+
+
+def test_no_gpu_is_made_up_where_the_stub_is_not_in_use(
+    driverless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "STUB", driverless / "none")
+    assert imported(driverless, REFUSES) == "ImportError: no CUDA device"
