@@ -307,7 +307,7 @@ def _beside_own(known: Published, name: Name, verdict: Verdict, folder: Path) ->
         except LaneError:
             continue
         if before is not None:
-            said = f"this project's own row ({other.name}: {before.result}):"
+            said = f"this project's own row, shown and not judged ({other.name}: {before.result}):"
             return [said, *_own_rows(known, name.cell, verdict, before)]
     return [f"no other committed drop of {name} on {verdict.profile}"]
 

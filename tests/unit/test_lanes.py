@@ -111,3 +111,14 @@ def test_what_was_published_without_an_arm_here_is_listed() -> None:
     rows = lanes.published_only(lanes.entries())
     assert ("trtllm/shim", "p5en-x2", "c4,c8,c32,*", "published only, retired") in rows
     assert not [arm for arm, *_ in rows if arm == "vllm/epnc1"]
+
+
+ASKED = ("What it proves", "What it needs", "One command", "How long", "What pass looks like")
+
+
+@pytest.mark.parametrize("name", spec.lane_names())
+def test_the_readme_of_a_lane_answers_what_a_stranger_asks(name: str) -> None:
+    text = (paths.LANES / name / "README.md").read_text()
+    assert not [each for each in ASKED if f"**{each}.**" not in text]
+    assert "nown failures" in text
+    assert f"make lane-{name}" in text
