@@ -14,12 +14,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.images.tree import EXPECT, OFI, SITE, library, nccl, plant
 
 from lanekit import images
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
-EFA, OFI = "opt/amazon/efa/lib", "opt/amazon/ofi-nccl/lib"
-SITE = "opt/lane/site"
 
 
 def _guard() -> ModuleType:
@@ -35,64 +34,13 @@ def _guard() -> ModuleType:
 guard = _guard()
 
 
-def library(path: Path, source: str) -> None:
-    """Compile C into a shared library that may lack symbols."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=source, text=True, check=True)
-
-
-def nccl(version: str, gin: int = 13) -> str:
-    return (
-        f'const char a[] = "NCCL version {version}+cuda13.2";'
-        f'const char b[] = "ncclNetPlugin_v12"; const char c[] = "ncclGinPlugin_v{gin}";'
-        'const char d[] = "NCCL_DEBUG"; void ncclGetVersion(void) {} void ncclGinNew(void) {}'
-    )
-
-
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("image")
-    site = root / SITE
-    library(site / "nvidia/nccl/lib/libnccl.so.2", nccl("2.30.4"))
-    (site / "nvidia/nccl/lib/libnccl.so").symlink_to("libnccl.so.2")
-    shmem = site / "nvidia/nvshmem"
-    library(
-        shmem / "lib/libnvshmem_host.so.3",
-        'const char a[] = "NVSHMEM v3.6.5"; const char b[] = "REMOTE_TRANSPORT";'
-        "void nvshmem_my_pe(void) {}",
-    )
-    (shmem / "lib/libnvshmem_device.a").write_bytes(b"!<arch>\n")
-    (shmem / "include/non_abi").mkdir(parents=True)
-    (shmem / "include/non_abi/nvshmem_version.h").write_text(
-        "#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n#define NVSHMEM_VENDOR_MINOR_VERSION 6\n"
-        "#define NVSHMEM_VENDOR_PATCH_VERSION 5\n"
-    )
-    library(
-        site / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
-        "void ncclGetVersion(void); void nvshmem_my_pe(void);"
-        "void f(void) { ncclGetVersion(); nvshmem_my_pe(); }",
-    )
-    (site / "deep_ep/elastic.py").write_text('os.getenv("EP_NUM_COMMS")\n')
-    (site / "deep_ep/find_pkgs.py").write_text(
-        "def find_pkg_root(name):\n    return os.getenv(f'EP_{upper}_ROOT_DIR')\n"
-        "find_pkg_root('nccl', lib_name='libnccl.so')\n"
-    )
-    library(
-        root / OFI / "libnccl-net-ofi.so", "int ncclNetPlugin_v12; int ncclGinPlugin_v13; int x;"
-    )
-    library(root / EFA / "libfabric.so.1", 'const char a[] = "use_device_rdma";')
+    plant(root)
     return root
 
 
-EXPECT = {
-    "nccl": "2.30.4",
-    "nvshmem": "3.6.5",
-    "buffer": "ElasticBuffer",
-    "reads": "EP_NUM_COMMS",
-    "plugin": f"/{OFI}",
-    "fabric": f"/{EFA}",
-}
 ENV = {"NCCL_DEBUG": "INFO", "FI_EFA_USE_DEVICE_RDMA": "1", "EP_NUM_COMMS": "8", "PATH": "/bin"}
 
 
@@ -160,7 +108,7 @@ def dangling_loader_path(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "rules"),
+    ("fault", "rules"),
     [
         (torchs_nccl, {"nccl-version"}),
         (second_nccl, {"one-nccl"}),
@@ -177,11 +125,11 @@ def dangling_loader_path(root: Path) -> None:
     ],
 )
 def test_each_planted_fault_is_found(
-    clean: Path, tmp_path: Path, plant: Callable[[Path], None], rules: set[str]
+    clean: Path, tmp_path: Path, fault: Callable[[Path], None], rules: set[str]
 ) -> None:
     root = tmp_path / "image"
     shutil.copytree(clean, root, symlinks=True)
-    plant(root)
+    fault(root)
     assert rules <= judged(root)
 
 

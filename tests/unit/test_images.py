@@ -189,15 +189,19 @@ def test_the_bill_names_every_package_and_is_the_same_twice() -> None:
 
 
 def test_the_contents_table_is_replaced_and_nothing_else() -> None:
-    text = f"# x\n{contents.BEGIN}\nold\n{contents.END}\nend\n"
-    made = contents.renewed(text, contents.table(HELD, 3_530_000_000))
+    begin, other = contents.BEGIN.format("current"), contents.BEGIN.format("2026-07")
+    rest = f"{other}\nolder\n{contents.END}\nend\n"
+    text = f"# x\n{begin}\nold\n{contents.END}\n{rest}"
+    made = contents.renewed(text, contents.table(HELD, 3_530_000_000, "current"), "current")
+    assert "| what | version in current |" in made
     assert "| vllm | 0.24.0 |" in made
-    assert "3.53 GB" in made
+    assert "3.53 GB packed" in made
     assert made.startswith("# x\n")
-    assert made.endswith("\nend\n")
-    assert "old" not in made
+    assert made.endswith(f"\n{rest}")
+    assert "\nold\n" not in made
 
 
 def test_a_readme_without_a_table_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no contents table"):
-        contents.renewed("# x\n", "")
+    other = f"{contents.BEGIN.format('2026-07')}\n{contents.END}\n"
+    with pytest.raises(ConfigError, match="no contents table of current"):
+        contents.renewed(f"# x\n{other}", "", "current")
