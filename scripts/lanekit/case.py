@@ -91,7 +91,8 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    checks = [_integrity(drop, files, manifest.files), _copies(subject)]
+    found = (log.stream for log in logs.find(drop, files, ours=True))
+    checks = [_integrity(drop, files, manifest.files), _copies(subject), row.logs(plan, found)]
     checks += row.checks(manifest, known)
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
@@ -102,6 +103,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         engine_version=row.version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
         versions=_versions(plan),
+        loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
     )
     checks += loading.load(loads, unplanned)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
@@ -183,9 +185,10 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
     facts = Facts(profile, None, row.version(plan), versions=_versions(plan), batch=True)
     checks = [*checks, _all_cells(manifest)]
     if trains:
-        return _trained(subject, facts, files, checks)
+        return _trained(subject, facts, files, checks, row.clock(manifest))
     cells = {cell: _taken(subject, manifest, cell, path) for cell, path in files.items()}
-    found = judged(subject, facts, (), [*checks, *exchanges.judge(cells, profile.ranks)])
+    found = judged(subject, facts, (), [*checks, *exchanges.judge(cells, profile.ranks)],
+                   run=row.clock(manifest))  # fmt: skip
     rows = (each for cell, taken in cells.items() for each in micro.rows(cell, taken.records))
     return msgspec.structs.replace(found, micro=tuple(rows))
 
@@ -203,7 +206,11 @@ def _taken(subject: Subject, manifest: Manifest, cell: str, path: Path) -> excha
 
 
 def _trained(
-    subject: Subject, facts: Facts, files: Mapping[str, Path], checks: Sequence[Check]
+    subject: Subject,
+    facts: Facts,
+    files: Mapping[str, Path],
+    checks: Sequence[Check],
+    run: loading.Run | None,
 ) -> Verdict:
     """A lane that trained: its steps beside those of the reference."""
     cells = {
@@ -212,7 +219,7 @@ def _trained(
     }
     ranks, nics = facts.profile.ranks, facts.profile.nics
     steps = training.judge(cells, ranks, arm=subject.arm, nics=nics)
-    found = judged(subject, facts, (), [*checks, *steps])
+    found = judged(subject, facts, (), [*checks, *steps], run=run)
     rows = (each for cell, (_, lines) in cells.items() for each in training.rows(cell, lines))
     return msgspec.structs.replace(found, steps=tuple(rows))
 
@@ -428,6 +435,11 @@ def _own_loads(drop: Path) -> list[Load]:
     return sorted(loads, key=lambda x: (x.concurrency or 0, x.name))
 
 
+def _window(load: Load) -> tuple[float, float] | None:
+    """When the first request of a load point was sent and its last answered, by its records."""
+    return load.cell.records.window if load.cell and load.cell.records else None
+
+
 def judged(
     subject: Subject,
     facts: Facts,
@@ -445,6 +457,7 @@ def judged(
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
     checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
+    checks += [judge.hook_clock(evidence, run.window)] if run and evidence.armed else []
     checks, waived = _waived(subject, [_short(check) for check in checks])
     result, reason = decide(checks)
     if not serve and result == "no verdict":

@@ -4,12 +4,13 @@ A judge never reads a file and never prints. Evidence is distinct ranks, not lin
 """
 
 import dataclasses
-import sys
+import datetime
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
 from lanekit import ranks, scan
+from lanekit.clock import SLACK, Window, shown
 from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
@@ -34,10 +35,14 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Logs:
-    """What all logs of a drop gave. first_request: stream -> (part, line) of its first answered
-    request. overflow: probes that gave more than is kept. files: logs that hold anything. ends:
-    the first and last bytes of each log, where times are looked for. armed: the lines of processes
-    that the evidence hook was in."""
+    """What all logs of a drop gave.
+
+    first_request: stream -> (part, line) of its first answered request. overflow: probes that gave
+    more than is kept. files: logs that hold anything. ends: the first and last bytes of each log,
+    where times are looked for. armed: the lines of processes that the evidence hook was in;
+    watched: those processes, pid -> hosts; times: when such a line was printed, in seconds since
+    the epoch.
+    """
 
     lines: Mapping[str, Sequence[Line]]
     known: ranks.Identities
@@ -46,19 +51,23 @@ class Logs:
     files: int
     ends: Sequence[tuple[bytes, bytes]] = ()
     armed: Sequence[Line] = ()
+    watched: Mapping[str, Set[str]] = dataclasses.field(default_factory=dict)
+    times: Mapping[Place, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
-    versions: what the plan pins of nccl, nvshmem and deep_ep. batch: the program was started once a
-    cell, so that a rank has had several processes."""
+    versions: what the plan pins of nccl, nvshmem and deep_ep. loaded: when the first planned
+    request was sent, in seconds since the epoch. batch: the program was started once a cell, so
+    that a rank has had several processes."""
 
     profile: Profile
     requests: int | None
     engine_version: str | None = None
     served_name: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loaded: float | None = None
     batch: bool = False
 
     def value(self, wanted: str) -> str | None:
@@ -83,9 +92,11 @@ def transport(rules: Iterable[Bound], logs: Logs, facts: Facts) -> list[Check]:
 
 def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
     rule, every = bound.rule, logs.lines.get(bound.id, ())
-    lines = _in_phase(rule, every, logs)
+    lines, undated = _in_phase(rule, every, logs, facts)
     wrong, unread, unknown = _unexpected(rule, every, facts)  # wrong is wrong at any time
     outcome, expected, actual, missing = _NEEDS[rule.needs](rule, lines, logs, facts)
+    if outcome == "met" and (doubt := _doubt(rule, lines, undated, logs, facts)):
+        outcome, actual = "unchecked", f"{actual}; {doubt}"
     if unknown and outcome == "met":
         outcome, actual = "unchecked", f"{actual}; the plan does not say {', '.join(unknown)}"
     if unread and outcome == "met":
@@ -114,15 +125,37 @@ def _rule(bound: Bound, logs: Logs, facts: Facts) -> Check:
     )
 
 
-def _in_phase(rule: Rule, lines: Sequence[Line], logs: Logs) -> Sequence[Line]:
-    """The lines that stand in the rule's phase. A stream without a request line (a host that only
-    works for another) has no phases: its lines count."""
-    if rule.phase == "any":
-        return lines
-    return [x for x in lines if (x.part, x.first.line) < logs.first_request.get(x.stream, _NEVER)]
+def _in_phase(
+    rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts
+) -> tuple[Sequence[Line], Sequence[Line]]:
+    """The lines that stand in the rule's phase, and those of them of which that cannot be told. A
+    stream without a request line (a host that only works for another) has no phases of its own:
+    there the time counts that the hook printed."""
+    if rule.phase == "any" or facts.batch or not logs.first_request:
+        return lines, ()
+    early, undated = [], []
+    for x in lines:
+        when, begin = logs.times.get(x.first), logs.first_request.get(x.stream)
+        if begin is not None:
+            early += [x] if (x.part, x.first.line) < begin else []
+        elif when is None or facts.loaded is None:
+            undated.append(x)
+        elif when < facts.loaded:
+            early.append(x)
+    return [*early, *undated], undated
 
 
-_NEVER = (sys.maxsize, 0)
+def _doubt(
+    rule: Rule, lines: Sequence[Line], undated: Sequence[Line], logs: Logs, facts: Facts
+) -> str:
+    """Why lines that are all there may not be this run's, or not have come in time; else empty."""
+    if undated:
+        return f"nothing dates {undated[0].first.file}:{undated[0].first.line}"
+    ours = [x for x in lines if not _unwatched(x, logs)]
+    known = rule.needs != "ranks" or not logs.armed or len(ours) == len(lines)
+    if known or _ranks(rule, ours, logs, facts)[0] == "met":
+        return ""
+    return "some are of processes that the evidence hook was not in"
 
 
 def _unexpected(
@@ -145,6 +178,42 @@ def _unexpected(
                 seen = f"{group} = {value} at {line.first.file}:{line.first.line}"
                 wrong.append(f"{seen}, expected {' or '.join(map(str, allowed))}")
     return wrong, unread, unknown
+
+
+def hook_clock(logs: Logs, run: Window) -> Check:
+    """The ranks say of themselves that they met during the run (UTC). The hook of before 0.2 said
+    neither that it was there nor when: that is noted."""
+    told = [x for x in logs.armed if x.first in logs.times]
+    silent = [x for x in logs.armed if x.first not in logs.times]
+    early = (run.first - SLACK).replace(tzinfo=datetime.UTC).timestamp()
+    late = ((run.last or run.first) + SLACK).replace(tzinfo=datetime.UTC).timestamp()
+    wrong = [x for x in told if not early <= logs.times[x.first] <= late]
+    old = not told and all("armed" not in dict(x.evidence.values) for x in silent)
+    bad = wrong or silent
+    where = f" at {bad[0].first.file}:{bad[0].first.line}" if bad else ""
+    return Check(
+        id="hook-clock",
+        group="transport",
+        severity="noted" if old else "required",
+        outcome="failed" if wrong else "unchecked" if silent else "met",
+        why="the ranks met while the run was under way",
+        expected=f"{shown(run)} UTC by the evidence hook's clock",
+        actual=f"another time{where}" if wrong else f"no time{where}" if silent else "they did",
+        first=bad[0].first if bad else told[0].first,
+        last=bad[0].first if bad else told[-1].first,
+        remedy="This log is of another run." if wrong else
+        "Run it again with this checkout's evidence hook, which prints the time." if silent else "",
+    )  # fmt: skip
+
+
+def _unwatched(line: Line, logs: Logs) -> str:
+    """The process that a line names, where the evidence hook was not in it; else empty. A host's
+    name may be glued to the end of another line's."""
+    values = dict(line.evidence.values)
+    pid, host = values.get("pid", ""), ranks.short(values.get("host", ""))
+    if not pid or any(host.endswith(name) for name in logs.watched.get(pid, ())):
+        return ""
+    return f"{host} process {pid}".strip()
 
 
 def _expected(rule: Rule, what: str, facts: Facts) -> str:
@@ -175,10 +244,9 @@ def _blind(rule: Rule, logs: Logs, facts: Facts) -> list[str]:
     seen = {key for x in armed if (key := ranks.key(x, logs.known, ""))}
     if not seen:
         return ["every rank"]
-    said = [x.evidence for lines in logs.lines.values() for x in lines]
-    pids = {pid for x in said if (pid := dict(x.values).get("pid"))}
-    unarmed = sorted(pids - {dict(x.evidence.values)["pid"] for x in logs.armed})
-    return ranks.compare(seen, facts.profile)[0] + [f"process {pid}" for pid in unarmed]
+    said = (x for lines in logs.lines.values() for x in lines)
+    unwatched = sorted({who for x in said if (who := _unwatched(x, logs))})
+    return ranks.compare(seen, facts.profile)[0] + unwatched
 
 
 def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:

@@ -155,8 +155,17 @@ def _together(
         overflow=frozenset(overflow),
         files=held,
         armed=armed,
+        watched=_watched(armed),
+        times={x.first: float(t) for x in armed if (t := dict(x.evidence.values).get("t"))},
         ends=[(found.head, found.tail) for found, _ in results],
     )
+
+
+def _watched(armed: Sequence[Line]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for values in (dict(x.evidence.values) for x in armed):
+        found[values["pid"]].add(ranks.short(values["host"]))
+    return dict(found)
 
 
 def _scan(log: Log, probes: Sequence[scan.Probe], make: Any) -> tuple[scan.Found, list[Line]]:

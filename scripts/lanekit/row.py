@@ -132,6 +132,33 @@ def _same(ours: object, theirs: object) -> bool:
     return re.fullmatch(pattern, theirs) is not None
 
 
+def logs(plan: Mapping[str, Any], found: Iterable[str]) -> Check:
+    """Every log is of a service or a cell that the plan started: what another program left there
+    is no evidence. found: logs of the drop, without what rotating or packing put behind."""
+    planned = {name for name in _planned_logs(plan) if name.startswith("logs/")}
+    strange = sorted(set(found) - planned)
+    return Check(
+        id="logs",
+        group="drop",
+        severity="required",
+        outcome="failed" if strange and planned else "met" if planned else "unchecked",
+        why="every log is of something that the plan started",
+        expected=_listed(planned) if planned else "services or cells with a log",
+        actual=f"also {_listed(strange)}" if strange and planned else "no other",
+        remedy="Remove what the run did not write." if strange else "",
+    )
+
+
+def _planned_logs(plan: Mapping[str, Any]) -> Iterator[str]:
+    cells = _dict(plan.get("cells"))
+    for service in map(_dict, _list(plan.get("services"))):
+        yield f"logs/{service.get('host')}-{service.get('name')}.log"
+    for name, cell in ((name, _dict(cell)) for name, cell in cells.items()):
+        yield str(cell.get("log"))
+        for worker in map(_dict, _list(cell.get("workers"))):
+            yield f"logs/{worker.get('host')}-{name}.log"
+
+
 def clock(manifest: Manifest) -> load.Run | None:
     """What a manifest says of time; None where it does not, which `check` refutes."""
     moments = [_utc(text) for text in (manifest.started, manifest.ended)]
@@ -200,6 +227,10 @@ def _takes(cell: object) -> bool:
 
 def _dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _times(manifest: Manifest) -> Iterator[str]:

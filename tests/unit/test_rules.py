@@ -365,8 +365,15 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 }
 
 
-# Where no rank was watched, nothing says either which NCCL it mapped.
-COMPANIONS: Final = {"no-buffer": {"nccl-version"}}
+# Where a rank was not watched, nothing says either which NCCL it mapped, nor that its lines are of
+# this run.
+COMPANIONS: Final = {
+    "no-buffer": {
+        "nccl-version", "p2p-channels", "efa-provider", "net-plugin-libfabric", "micro-gloo",
+        "megatron-gloo", "megatron-nccl",
+    },
+    "efa-provider": {"no-buffer", "no-legacy-buffer"},
+}  # fmt: skip
 USES: Final = [
     (name, bound.id)
     for name in contract.names()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -317,11 +318,13 @@ def batch(root: Path, cells: dict[str, str], **other: Any) -> Verdict:
         found["cells"][name]["artifacts"] = folder
     drops.edit_json(drop / "manifest.json", plan=found)
     shutil.rmtree(drop / "micro")
+    (drop / "logs" / "here-c4.log").unlink()
     for number, name in enumerate(("decode", "prefill")):
+        printed = [x.replace("7000", f"{7 + number}000") for x in drops.log("v2-one")]
         lines = drops.exchanged(1, drops.START + 20 * number)
         table = drops.micro(drop / "micro" / name, lines)
-        again = drops.hook("vm", 0, 0, 1, gin="off").replace("7000", f"800{number}")
-        (drop / "logs" / f"here-{name}.log").write_text("\n".join([again, *table]) + "\n")
+        if name in cells:
+            (drop / "logs" / f"here-{name}.log").write_text("\n".join([*printed, *table]) + "\n")
     return verify(drops.seal(drop))
 
 
@@ -578,3 +581,83 @@ def test_a_drop_made_for_the_buffer_s_contract_is_judged_by_the_engine_s(tmp_pat
         plan={"contract": "v2-nvlink"},
     )
     assert verify(lacking).result != "proven"
+
+
+def relogged(root: Path, edit: drops.Edit, name: str = "v2-efa-proxy") -> Verdict:
+    """The verdict of a drop whose second host wrote a log of its own, edited, without requests."""
+    drop = drops.drop(root / "d", name)
+    (log,) = (drop / "logs").iterdir()
+    lines = log.read_text().splitlines()
+    second = [x for x in lines if "ip-10-0-0-2" in x]
+    log.write_text("\n".join(x for x in lines if x not in second) + "\n")
+    other = drop / "logs" / log.name.replace(*drops.HOSTS)
+    other.write_text("\n".join(edit(second)) + "\n")
+    return verify(drops.seal(drop))
+
+
+def at(seconds: float) -> drops.Edit:
+    """The hook's lines printed that many seconds after the first request."""
+    return lambda x: [re.sub(r" t=[\d.]+", f" t={drops.START + seconds:.3f}", y) for y in x]
+
+
+def untimed(lines: list[str]) -> list[str]:
+    return [re.sub(r" t=[\d.]+", "", line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule", "outcome", "result"),
+    [
+        (list, "elastic-proxy", "met", "proven"),
+        (at(-1), "elastic-proxy", "met", "proven"),
+        (at(1), "elastic-proxy", "failed", "refuted"),
+        (untimed, "elastic-proxy", "unchecked", "no verdict"),
+        (at(40 * 86400), "hook-clock", "failed", "refuted"),
+        (at(-40 * 86400), "hook-clock", "failed", "refuted"),
+        (untimed, "hook-clock", "unchecked", "no verdict"),
+    ],
+)
+def test_a_log_without_requests_is_held_to_the_same_times(
+    tmp_path: Path, edit: drops.Edit, rule: str, outcome: str, result: str
+) -> None:
+    found = relogged(tmp_path, edit)
+    assert (check(found, rule).outcome, found.result) == (outcome, result)
+
+
+def test_the_hook_of_old_said_no_time_and_its_drops_stand(tmp_path: Path) -> None:
+    def old(lines: list[str]) -> list[str]:
+        return [line for line in untimed(lines) if " armed " not in line]
+
+    found = verify(drops.drop(tmp_path / "d", "v2-nvlink", old))
+    assert (found.result, check(found, "hook-clock").severity) == ("proven", "noted")
+    silent = verify(drops.drop(tmp_path / "e", "v2-nvlink", untimed))
+    assert (silent.result, silent.reason) == ("no verdict", "could not check: hook-clock")
+
+
+def test_the_transport_of_another_run_proves_nothing(tmp_path: Path) -> None:
+    """NCCL's lines and the hook's are joined by process."""
+
+    def mixed(lines: list[str]) -> list[str]:
+        return [re.sub(r"(vm:)7(\d+:)7", r"\g<1>5\g<2>5", x) if "NCCL" in x else x for x in lines]
+
+    found = verify(drops.drop(tmp_path / "d", "v2-nvlink", mixed))
+    assert found.result == "no verdict"
+    assert "the evidence hook was not in" in check(found, "p2p-channels").actual
+
+
+@pytest.mark.parametrize(
+    "name", ["vm-aaa.log", "here-server2.log", "here.log", "aaa-server.log.gz"]
+)
+def test_a_log_that_nothing_planned_wrote_refutes(tmp_path: Path, name: str) -> None:
+    root = drops.drop(tmp_path / "d", "v2-nvlink")
+    data = "\n".join(drops.log("v2-nvlink")).encode()
+    (root / "logs" / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    found = verify(drops.seal(root))
+    assert (found.result, check(found, "logs").outcome) == ("refuted", "failed")
+
+
+def test_a_planned_log_may_be_rotated_and_packed(tmp_path: Path) -> None:
+    root = drops.drop(tmp_path / "d", "v2-nvlink")
+    whole = (root / "logs" / "here-server.log").read_bytes().splitlines(keepends=True)
+    (root / "logs" / "here-server.log.1.gz").write_bytes(gzip.compress(b"".join(whole[:5])))
+    (root / "logs" / "here-server.log").write_bytes(b"".join(whole[5:]))
+    assert verify(drops.seal(root)).result == "proven"
