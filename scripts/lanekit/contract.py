@@ -22,13 +22,14 @@ NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE)
 
 # How often a rule's line must stand in the logs:
 #   ranks     one for each (host, local rank) of the profile, no more and no fewer
+#   one       one value of the group `comm` from every rank, among lines whose `nranks` is theirs
 #   line      at least one
 #   count     exactly as many lines as ranks: for lines that carry no rank
 #   lines     at least as many lines as ranks: for lines that carry no rank
 #   requests  at least as many lines as requests were planned
 #   spread    like requests, over at least two values of the group `endpoint`, else processes
 #   none      never
-Needs = Literal["ranks", "line", "count", "lines", "requests", "spread", "none"]
+Needs = Literal["ranks", "one", "line", "count", "lines", "requests", "spread", "none"]
 Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
 

@@ -152,8 +152,8 @@ def _doubt(
     if undated:
         return f"nothing dates {undated[0].first.file}:{undated[0].first.line}"
     ours = [x for x in lines if not _unwatched(x, logs)]
-    known = rule.needs != "ranks" or not logs.armed or len(ours) == len(lines)
-    if known or _ranks(rule, ours, logs, facts)[0] == "met":
+    known = rule.needs not in ("ranks", "one") or not logs.armed or len(ours) == len(lines)
+    if known or _NEEDS[rule.needs](rule, ours, logs, facts)[0] == "met":
         return ""
     return "some are of processes that the evidence hook was not in"
 
@@ -266,6 +266,22 @@ def _ranks(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judge
     return ("failed" if missing else "met"), expected, actual, missing
 
 
+def _one(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
+    """Every rank names the same communicator; smaller ones do not count."""
+    want = facts.profile.ranks
+    groups: dict[str, list[Line]] = defaultdict(list)
+    for x in lines:
+        values = dict(x.evidence.values)
+        if values["nranks"] == str(want):
+            groups[values["comm"]].append(x)
+    found = [_ranks(rule, group, logs, facts) for group in groups.values()]
+    best = next((x for x in found if x[0] == "met"), found[0] if found else None)
+    expected = f"{want} ranks in one communicator"
+    if best is None:
+        return _none_seen(rule, logs, facts), expected, "no such communicator", []
+    return best[0], expected, f"{best[2]} in one of {len(found)}", best[3]
+
+
 def _twice(lines: Sequence[Line], logs: Logs) -> list[str]:
     """A rank that two processes claim: the logs hold two runs, or a restart in the middle."""
     pids: dict[ranks.Key, set[str]] = defaultdict(set)
@@ -333,7 +349,7 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged
 
 
 _NEEDS: Final = {
-    "ranks": _ranks, "line": _line, "count": _count, "lines": _count,
+    "ranks": _ranks, "one": _one, "line": _line, "count": _count, "lines": _count,
     "requests": _requests, "spread": _spread, "none": _none,
 }  # fmt: skip
 

@@ -100,7 +100,13 @@ def each(hosts: Iterable[str], gpus: int) -> list[tuple[str, int, int]]:
     return [(h, i, n * gpus + i) for n, h in enumerate(hosts) for i in range(gpus)]
 
 
-def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
+JOINED_COMM: Final = (
+    "ncclCommInitRankConfig comm 0x39fd0cd0 rank {0} nranks {1} cudaDev {2} nvmlDev {2} busId 60 "
+    "commId 0x673f342b97c2f40c - Init COMPLETE"
+)
+
+
+def efa(host: str, local: int, rank: int, *, gin: str = "Libfabric") -> list[str]:
     """What NCCL and the plugin print on an EFA rank."""
     texts = (
         "NET/Plugin: Loaded net plugin Libfabric (v12)",
@@ -108,6 +114,7 @@ def efa(host: str, local: int, *, gin: str = "Libfabric") -> list[str]:
         "Assigned NET plugin Libfabric to comm",
         f"Assigned GIN plugin {gin} to comm",
         "Using network Libfabric",
+        JOINED_COMM.format(rank, 16, local),
         "devCommCreate: creating 4 contexts: 4 GIN connections with 1 contexts each (17 contexts "
         "total requested)",
     )
@@ -133,12 +140,15 @@ Fleet = list[tuple[str, int, int]]
 
 
 def _net(*, gin: str = "Libfabric", without: str = "nothing") -> list[str]:
-    return [x for h, i, _ in TWO for x in efa(h, i, gin=gin) if without not in x]
+    return [x for h, i, r in TWO for x in efa(h, i, r, gin=gin) if without not in x]
 
 
 def _peers() -> list[str]:
+    reach = "Channel 00/0 : {0}[{0}] -> {1}[{1}] via P2P/CUMEM"
     return [
-        nccl(h, i, f"Channel 00/0 : {i}[{i}] -> {1 - i}[{1 - i}] via P2P/CUMEM") for h, i, _ in ONE
+        nccl(h, i, text)
+        for h, i, r in ONE
+        for text in (reach.format(i, 1 - i), JOINED_COMM.format(r, len(ONE), i))
     ]
 
 

@@ -177,6 +177,13 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         late(drops.nccl(HOST, 3, "Using network Socket")),
     ],
     "socket-channel": [nccl("Channel 00/0 : 1[1] -> 8[0] [send] via NET/Socket/0")],
+    "one-communicator": [
+        drop_one("commId"),
+        one_rank("commId"),
+        change_one("commId", "commId 0x6", "commId 0x7"),  # a rank of another job
+        change_all("commId", r"nranks \d+", "nranks 8"),
+        drop_all("commId"),
+    ],
     "gin-plugin-proxy": [
         *per_rank("Assigned GIN plugin"),
         nccl("Assigned GIN plugin Libfabric_GDAKI to comm"),
@@ -410,7 +417,9 @@ def mutants(rule: contract.Rule, alone: bool) -> Iterator[tuple[str, contract.Ru
         yield f"any {group}", replace(rule, expect=kept)
     if rule.phase != "any":
         yield "any phase", replace(rule, phase="any")
-    if rule.needs in ("ranks", "count", "lines", "requests"):
+    if rule.needs == "one":
+        yield "whichever communicator", replace(rule, needs="ranks")
+    if rule.needs in ("ranks", "one", "count", "lines", "requests"):
         yield "one line is enough", replace(rule, needs="line")
     if rule.sensor == "hook" and rule.needs == "none" and alone:
         yield "no sensor needed", replace(rule, sensor="")
@@ -451,7 +460,7 @@ def test_a_forbidden_line_cannot_be_excluded_where_nccl_is_silent(tmp_path: Path
 
 
 FLEET: Final = [(h, i) for h in (HOST, "ip-10-0-0-2") for i in range(8)]
-EVIDENCE: Final = (PROVIDER, "Assigned NET", "Assigned GIN", "devCommCreate", HOOK)
+EVIDENCE: Final = (PROVIDER, "commId", "Assigned NET", "Assigned GIN", "devCommCreate", HOOK)
 
 
 @settings(max_examples=150, deadline=None)
