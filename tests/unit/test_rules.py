@@ -377,7 +377,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 COMPANIONS: Final = {
     "no-buffer": {
         "nccl-version", "p2p-channels", "efa-provider", "net-plugin-libfabric", "micro-gloo",
-        "megatron-gloo", "megatron-nccl",
+        "megatron-gloo", "megatron-nccl", "one-communicator",
     },
     "efa-provider": {"no-buffer", "no-legacy-buffer"},
 }  # fmt: skip
