@@ -85,7 +85,7 @@ class Side:
     def begin(self, *, links: bool = True) -> None:
         """Start its SSH daemon and its engine, and wait for both."""
         self.root.mkdir(exist_ok=True)
-        if links:
+        if links and not (self.root / "data").exists():
             share(self.root / "data")
         self._sshd()
         log = (self.root / "dockerd.log").open("ab")
@@ -123,6 +123,20 @@ class Side:
              str(self.root / "sshd")],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
         ))  # fmt: skip
+
+    def anew(self) -> None:
+        """Start it again with nothing but the images of this machine."""
+        self.end()
+        shutil.rmtree(self.root / "data")
+        self.begin()
+
+    def restart_ssh(self) -> None:
+        """Start its SSH daemon anew, with the variables that sessions get now."""
+        daemon = self.children.pop(0)
+        daemon.terminate()
+        daemon.wait(timeout=20)
+        self._sshd()
+        self.children.insert(0, self.children.pop())
 
     def _await(self) -> None:
         deadline = time.monotonic() + 60

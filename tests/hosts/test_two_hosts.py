@@ -1,0 +1,292 @@
+"""The compose launcher on two hosts, for real: two Docker engines in two network namespaces with
+their own addresses, reached over SSH, and faults in everything between them.
+
+The program is the gloo arm of the micro lane, whose ranks meet over the network between the hosts.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.hosts.rig import Rig, Side
+
+from lanekit import alone, drop, registry, triage, verify
+from lanekit.errors import ImageFailed
+from lanekit.manifest import Manifest
+
+WAIT_S = 240.0  # two busy cores need a minute for what takes a few seconds alone
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+
+
+class Fleet:
+    """Runs of the micro lane on the rig, into one results folder."""
+
+    def __init__(self, rig: Rig, scratch: Path) -> None:
+        self.rig = rig
+        self.a, self.b = rig.sides
+        self.results = scratch / "results"
+        self.children: list[subprocess.Popen[str]] = []
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Start a run."""
+        command = [sys.executable, "-m", "lanekit", "run", "micro", "--profile=cpu-x2"]
+        command += [f"--hosts={self.rig.hosts}", f"--results={self.results}", "--cells=decode"]
+        child = subprocess.Popen(
+            [*command, *args], env=self.rig.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.children.append(child)
+        return child
+
+    def end(self, child: subprocess.Popen[str]) -> tuple[int, str]:
+        """Wait for a run: its exit code and what it said."""
+        said, _ = child.communicate(timeout=WAIT_S)
+        return child.returncode, said
+
+    def newest(self) -> Path:
+        """The newest drop."""
+        return max(self.results.glob("2*"))
+
+    def manifest(self) -> Manifest:
+        """Its manifest."""
+        return drop.read(self.newest())
+
+    def until(self, so: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline and child.poll() is None:
+            with contextlib.suppress(Exception):
+                if so():
+                    return
+            time.sleep(0.1)
+        pytest.fail(f"it did not come so far: {self.end(child)}")
+
+    def running(self) -> bool:
+        """Whether the containers of both hosts are recorded."""
+        return len([each for each in self.manifest().processes if each.container]) == 2
+
+    def met(self) -> bool:
+        """Whether the ranks of both hosts have joined one group."""
+        logs = sorted(self.newest().glob("logs/*.log"))
+        return len(logs) == 2 and all(b"[micro] v=1" in log.read_bytes() for log in logs)
+
+    def rank(self, side: Side) -> int:
+        """The PID of the rank that a host runs: not its launcher."""
+        for pid in side.pids():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if words[1:2] == [b"-u"] and any(w.endswith(b"ep_bench.py") for w in words):
+                    return pid
+        pytest.fail(f"no rank runs on {side.name}")
+
+    def ssh_processes(self) -> list[str]:
+        """What is left of the connections that runs of this folder opened."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"LANEKIT_RUN={self.results}".encode() in entry.read_bytes():
+                    found.append(entry.parent.name)
+        return found
+
+
+@pytest.fixture
+def fleet(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Runs on the rig; whatever happened to it, nothing of them is left."""
+    monkeypatch.setenv("PATH", rig.environment["PATH"])
+    made = Fleet(rig, tmp_path)
+    yield made
+    for child in made.children:
+        if child.poll() is None:
+            child.terminate()
+            child.communicate(timeout=120)
+    assert rig.strays() == []
+    assert made.ssh_processes() == []
+
+
+def test_the_gloo_arm_over_two_hosts_is_proven(fleet: Fleet) -> None:
+    code, said = fleet.end(fleet.start())
+    assert code == 0, said
+    path, manifest = fleet.newest(), fleet.manifest()
+    verdict = verify.verify(path)
+    assert verdict.result == "proven"
+    assert {c.actual for c in verdict.checks if c.id == "micro-gloo"} == {"2 of 2 ranks"}
+    assert {"compose/lanes-a.yaml", "compose/lanes-b.yaml", "host/lanes-a.json",
+            "host/lanes-b.json", "logs/lanes-a-decode.log", "logs/lanes-b-decode.log",
+            "micro/decode/micro.jsonl"} <= set(manifest.files)  # fmt: skip
+    assert manifest.left == []
+
+
+def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:
+    child = fleet.start("--cells=sweep")
+    fleet.until(fleet.met, child)
+    os.kill(fleet.rank(fleet.b), signal.SIGKILL)
+    code, said = fleet.end(child)
+    assert code == 2
+    assert "first on lanes-b" in said
+    assert "rank      : 1" in said
+    manifest = fleet.manifest()
+    assert manifest.state == "failed"
+    assert "SIGKILL" in (manifest.failure or "")
+    first = triage.triage(fleet.newest()).first
+    assert first is not None
+    assert first.who[0] == "lanes-b"
+    # The survivor's own words are in the drop too.
+    assert b"lanes-a" in (fleet.newest() / "logs" / "lanes-a-sweep.log").read_bytes()
+
+
+def test_a_host_that_is_slow_and_has_another_clock_is_waited_for_and_said(fleet: Fleet) -> None:
+    if not FAKETIME.is_file():
+        pytest.skip("needs libfaketime, which skews the clock that SSH shows")
+    fleet.b.environment = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+120s"}
+    fleet.b.restart_ssh()
+    try:
+        child = fleet.start()
+        fleet.until(fleet.running, child)
+        (identity,) = fleet.b.docker("ps", "-q").split()
+        fleet.b.docker("pause", identity)
+        time.sleep(8)
+        fleet.b.docker("unpause", identity)
+        code, said = fleet.end(child)
+    finally:
+        fleet.b.environment = {}
+        fleet.b.restart_ssh()
+    assert code == 0, said
+    assert "warning: clock" in said
+    assert "lanes-b" in said
+
+
+def test_a_host_that_is_cut_off_ends_the_run_and_is_cleaned_when_it_is_back(fleet: Fleet) -> None:
+    child = fleet.start()
+    fleet.until(fleet.running, child)
+    heard: list[str] = []
+    fleet.b.link("down")
+    try:
+        code, said = fleet.end(child)
+        with alone.holding(str(fleet.results / "next"), heard.append):
+            pass
+    finally:
+        fleet.b.link("up")
+    assert any("is still there" in each and "lanes-b" in each for each in heard)
+    assert code == 2
+    assert "host lanes-b (rank 1) cannot be reached" in said
+    manifest = fleet.manifest()
+    assert manifest.state == "failed"
+    assert any("lanes-b" in each for each in manifest.left)
+    assert not any("lanes-a" in each for each in manifest.left)
+    found = triage.triage(fleet.newest()).first
+    assert found is not None
+    assert found.who[0] == "lanes-b"
+    assert fleet.b.docker("ps", "-q").split(), "the test must have something to clean"
+    with alone.holding(str(fleet.results / "next"), heard.append):
+        pass
+    assert any("removed what a dead run left" in each for each in heard)
+
+
+def test_a_host_that_dies_ends_the_run_and_its_log_is_kept(fleet: Fleet) -> None:
+    child = fleet.start()
+    fleet.until(fleet.met, child)
+    fleet.b.kill()
+    code, said = fleet.end(child)
+    try:
+        assert code == 2
+        assert "host lanes-b (rank 1) cannot be reached" in said
+        assert b"[micro] v=1" in (fleet.newest() / "logs" / "lanes-b-decode.log").read_bytes()
+        assert fleet.a.docker("ps", "-aq").split() == []
+        heard: list[str] = []
+        with alone.holding(str(fleet.results / "next"), heard.append):
+            pass
+        assert any("is still there" in each and "lanes-b" in each for each in heard)
+    finally:
+        fleet.b.begin()
+    with alone.holding(str(fleet.results / "next"), heard.append):
+        pass
+    assert fleet.b.docker("ps", "-aq").split() == []
+
+
+def test_a_runner_that_is_killed_leaves_what_the_next_run_removes(fleet: Fleet) -> None:
+    child = fleet.start()
+    fleet.until(fleet.running, child)
+    child.kill()
+    child.communicate(timeout=60)
+    assert fleet.rig.strays(), "the test must have something to clean"
+    heard: list[str] = []
+    with alone.holding(str(fleet.results / "next"), heard.append):
+        pass
+    assert any("removed what a dead run left" in each for each in heard)
+
+
+def test_an_interrupted_run_removes_its_containers_on_both_hosts(fleet: Fleet) -> None:
+    child = fleet.start()
+    fleet.until(fleet.running, child)
+    child.send_signal(signal.SIGINT)
+    code, said = fleet.end(child)
+    assert code == 2
+    assert "stopped by SIGINT" in said
+    assert fleet.manifest().state == "interrupted"
+
+
+def test_a_taken_port_is_refused_before_anything_starts(fleet: Fleet) -> None:
+    listen = (
+        "import socket,time; s=socket.create_server(('',41999)); print(1,flush=1); time.sleep(600)"
+    )
+    command = ["ip", "netns", "exec", fleet.a.name, sys.executable, "-c", listen]
+    taken = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert taken.stdout is not None
+        taken.stdout.readline()
+        code, said = fleet.end(fleet.start("--port=41999"))
+    finally:
+        taken.kill()
+        taken.communicate()
+    assert code == 2
+    assert "41999" in said
+    assert "lanes-a" in said
+    assert not list(fleet.results.glob("2*/manifest.json"))
+
+
+def test_a_full_disk_on_a_host_is_named_with_the_host(fleet: Fleet) -> None:
+    volumes = fleet.b.root / "data" / "volumes"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(volumes)], check=True)
+    try:
+        code, said = fleet.end(fleet.start())
+    finally:
+        subprocess.run(["umount", "-l", str(volumes)], check=True)
+    assert code == 2
+    assert "lanes-b" in said
+    assert "no space left on device" in said.lower()
+    first = triage.triage(fleet.newest()).first
+    assert first is not None
+    assert first.signature is not None
+    assert first.signature.id == "disk-full"
+
+
+def test_a_pull_that_is_refused_names_the_image(fleet: Fleet, tmp_path: Path) -> None:
+    from python_on_whales import DockerClient  # noqa: PLC0415
+
+    lock, digest = tmp_path / "images.lock", "sha256:" + "0" * 64
+    lock.write_text(
+        '{"2026-07": {"vllm": {"repository": "127.0.0.1:1/vllm", "tag": "x", '
+        f'"digest": "{digest}", "sbom": ""}}}}}}'
+    )
+    client = DockerClient(host=f"unix://{fleet.b.socket}")
+    with pytest.raises(ImageFailed, match=r"127\.0\.0\.1:1/vllm@sha256:0000"):
+        registry.fetch(client, digest, print, lock)
+
+
+def test_an_image_that_is_missing_on_one_host_is_refused(fleet: Fleet) -> None:
+    image = "lanes/vllm-cpu:2026-07"
+    fleet.b.docker("rmi", image)
+    try:
+        code, said = fleet.end(fleet.start())
+    finally:
+        fleet.b.anew()
+    assert code == 2
+    assert "lanes-b" in said
+    assert "image" in said
+    assert image in fleet.b.docker("images", "--format", "{{.Repository}}:{{.Tag}}")
