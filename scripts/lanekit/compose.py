@@ -278,8 +278,7 @@ class ComposeLauncher:
         except (DockerException, ValueError) as error:
             line.require()
             raise ServerDied(
-                f"{line.host.name}: Compose cannot start {service}: "
-                f"{str(error).strip().splitlines()[-1]}",
+                f"{line.host.name}: Compose cannot start {service}: {images.last_words(error)}",
                 remedy=f"Try it there: docker compose -f {self._file(line.host)} up {service}",
             ) from error
         return ContainerTask(line, container, service, log, self._env, back=back)
@@ -380,7 +379,7 @@ class ContainerTask:
         except DockerException as error:
             self._line.require()
             raise HostLost(
-                f"host {self.host}: its engine does not answer: {str(error).splitlines()[-1]}",
+                f"host {self.host}: its engine does not answer: {images.last_words(error)}",
                 remedy="Look at the Docker engine there.",
             ) from error
 
@@ -415,7 +414,7 @@ class ContainerTask:
         except DockerException as error:
             self._line.require()
             raise HostLost(
-                f"host {self.host}: {str(error).strip().splitlines()[-1]}",
+                f"host {self.host}: {images.last_words(error)}",
                 remedy="Look at the Docker engine there; the next run tries again.",
             ) from error
 

@@ -95,7 +95,7 @@ def _fingerprint(plan: Plan, line: ssh.Line) -> str:
     except DockerException as error:
         line.require()
         raise ConfigError(
-            f"host {line.host.name} cannot read {path}: {str(error).strip().splitlines()[-1]}",
+            f"host {line.host.name} cannot read {path}: {images.last_words(error)}",
             remedy="MODEL= names a folder that every host has at the same path.",
         ) from error
     digest, _, files = told.strip().partition(" ")

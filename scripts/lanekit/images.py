@@ -94,12 +94,19 @@ def docker(ssh: str = "", socket: Path | None = None) -> "DockerClient":
     except (DockerException, ClientNotFoundError) as error:
         where = f" on {ssh}" if ssh else ""
         raise ConfigError(
-            f"no Docker engine answers{where}: {str(error).strip().splitlines()[-1]}",
+            f"no Docker engine answers{where}: {last_words(error)}",
             remedy=f"Try it: docker -H ssh://{ssh} version"
             if ssh
             else "Start Docker; on a bare Debian machine: images/engine.sh.",
         ) from error
     return client
+
+
+def last_words(error: Exception) -> str:
+    """What Docker said last: its client's exceptions quote all of it, ending in a lone quote."""
+    said = getattr(error, "stderr", None) or str(error)
+    lines = [line.strip() for line in str(said).splitlines() if line.strip(" '")]
+    return lines[-1] if lines else type(error).__name__
 
 
 def targets() -> list[str]:
