@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
-from lanekit import compose, paths, process
+from lanekit import compose, kubernetes, paths, process, slurm
 from lanekit import drop as drops
 from lanekit.errors import ConfigError, LaneError
 from lanekit.progress import Say
@@ -78,6 +78,7 @@ def _ended(dead: str, say: Say) -> bool:
     if removed:
         ids = ", ".join(identity[:12] for identity in removed)
         say(f"removed what a dead run left: containers {ids} ({dead})")
+    unreached += kubernetes.end_the_dead(Path(dead)) + slurm.end_the_dead(Path(dead))
     for host in unreached:
         say(f"what a dead run may have left is still there ({dead}): {host}")
     return not unreached

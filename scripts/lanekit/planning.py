@@ -22,9 +22,12 @@ from lanekit import (
     hosts,
     images,
     machine,
+    manifests,
     patches,
     paths,
     reference,
+    registry,
+    slurm,
     spec,
     variables,
 )
@@ -42,7 +45,7 @@ from lanekit.plan import (
     Service,
 )
 
-LAUNCHERS: Final = ("process", "compose")
+LAUNCHERS: Final = ("process", "compose", "kubernetes", "slurm")
 IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
 NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
@@ -368,10 +371,12 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     containers = None
     launcher = _launcher(options.launcher, profile)
     fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
-    if launcher != "process":
+    fleet = _addressed(fleet, launcher, lane, drop)
+    if launcher in ("compose", "kubernetes") or (launcher == "slurm" and not options.server_python):
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
         stack = declared.stack or lane.stack
-        held = {n: _image(i, stack, options, fleet[0]) for n, i in names.items()}
+        ask = _image if launcher == "compose" else _published
+        held = {n: ask(i, stack, options, fleet[0]) for n, i in names.items()}
         containers = _containers(held, profile, here, drop)
     else:
         server = _environment(setting.environment, options.server_python, names[SERVER])
@@ -418,6 +423,32 @@ def _image(name: str, stack: str, options: Options, leader: Host) -> str:
     return images.identify(name, stack, leader.ssh)
 
 
+def _published(name: str, stack: str, options: Options, _leader: Host) -> str:
+    """An image as a cluster pulls it: where it was pushed to, by digest; its tag where it was not
+    and nothing is started."""
+    entry = registry.read().get(stack, {}).get(name)
+    if entry is None and options.start:
+        raise ConfigError(
+            f"image {name} of stack {stack} was not pushed: a cluster has nowhere to pull it from",
+            remedy=f"make push-{name} REGISTRY=; on Slurm SERVER_PYTHON= runs without an image.",
+        )
+    return f"{entry.repository}@{entry.digest}" if entry else images.local(name, stack)
+
+
+def _addressed(
+    fleet: tuple[Host, ...], launcher: str, lane: spec.Lane, drop: Path
+) -> tuple[Host, ...]:
+    """Hosts as a scheduler will call them: pods by name, Slurm's nodes when it has chosen them."""
+    if launcher == "slurm":
+        return slurm.addressed(fleet)
+    if launcher != "kubernetes":
+        return fleet
+    serve = paths.LANES / lane.name / "serve.yaml"
+    first = shlex.split(str(next(iter(_declared(serve).values())).get("command", "")))
+    kind = manifests.kind(lane.workload.driver, first)
+    return manifests.addressed(fleet, manifests.name(str(drop), lane.name), kind)
+
+
 def _ports(given: int, more: tuple[str, ...]) -> dict[str, int]:
     """A port for the server and for each name of the lane, all different, new on every call."""
     found = {SERVER: given or free_port()}
@@ -434,8 +465,12 @@ def _image_pins(chosen: Choice) -> dict[str, str]:
     """What the images really hold of PINNED."""
     held: dict[str, str] = {}
     for image in chosen.containers.images.values() if chosen.containers else ():
-        if not image.startswith(images.LOCAL):  # a tag: nobody was asked
+        if image.startswith(f"{images.LOCAL}/"):
+            continue  # a tag: nobody was asked
+        if chosen.launcher == "compose":
             held |= images.contents(image, chosen.hosts[0].ssh).packages
+        else:  # nobody here may hold it; its bill of materials was made when it was pushed
+            held |= registry.packages(image)
     return {name: held[name] for name in PINNED if name in held}
 
 

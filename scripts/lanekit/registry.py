@@ -165,10 +165,31 @@ def fetch(client: "DockerClient", digest: str, say: Say, lock: Path = LOCK) -> b
         client.image.pull(reference, quiet=True)
     except DockerException as error:
         raise ImageFailed(
-            f"{reference}: {str(error).strip().splitlines()[-1]}",
+            f"{reference}: {images.last_words(error)}",
             remedy="Check REGISTRY= and `docker login` on that host.",
         ) from error
     return bool(images.present(client, digest))
+
+
+def packages(reference: str, lock: Path = LOCK) -> dict[str, str]:
+    """What a published image holds, from the bill of materials that was made when it was pushed.
+
+    Raises:
+        ConfigError: the bill is missing or is not the one that the lock names.
+    """
+    digest = reference.rpartition("@")[2]
+    for stack, known in read(lock).items():
+        for name, entry in known.items():
+            if entry.digest == digest:
+                path = SBOMS / f"{stack}-{name}.cdx.json"
+                bill = path.read_bytes() if path.is_file() else b""
+                if sbom.sha256(bill) != entry.sbom:
+                    raise ConfigError(
+                        f"{path} is not the bill that {lock.name} names",
+                        remedy="Restore it from git.",
+                    )
+                return sbom.packages(bill)
+    return {}
 
 
 def remote(reference: str) -> str:

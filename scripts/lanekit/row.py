@@ -210,7 +210,8 @@ def _started(manifest: Manifest) -> Iterator[str]:
     if not plan.get("pins") or (plan.get("driver") == "aiperf" and version(plan) is None):
         yield f"no version of {plan.get('engine')} is pinned"
     images = {**manifest.images, **_dict(_dict(plan.get("containers")).get("images"))}
-    if plan.get("launcher") != "process" and not images:
+    contained = plan.get("launcher") not in ("process", "slurm") or plan.get("containers")
+    if contained and not images:  # Slurm also runs in place
         yield "containers without an image"
 
 

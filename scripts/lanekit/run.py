@@ -29,6 +29,7 @@ from lanekit import (
     envs,
     images,
     interrupt,
+    kubernetes,
     machine,
     model,
     patches,
@@ -36,6 +37,7 @@ from lanekit import (
     process,
     render,
     report,
+    slurm,
     verify,
 )
 from lanekit import drop as drops
@@ -91,11 +93,19 @@ class Run:
         if self.plan.launcher == "process":
             yield
             return
-        begin, env, place = time.monotonic(), self.env({}), Path(self._scratch)
-        with compose.launching(self.plan, self.drop, place, env, self.progress.say) as launcher:
+        begin = time.monotonic()
+        with self._open() as launcher:
             self._launcher = launcher
             self.drop.timing("hosts", time.monotonic() - begin)
             yield
+
+    def _open(self) -> contextlib.AbstractContextManager[process.Launcher]:
+        env, say = self.env({}), self.progress.say
+        if self.plan.launcher == "kubernetes":
+            return kubernetes.launching(self.plan, self.drop, env, say)
+        if self.plan.launcher == "slurm":
+            return slurm.launching(self.plan, self.drop, env, say)
+        return compose.launching(self.plan, self.drop, Path(self._scratch), env, say)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -316,7 +326,9 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
     """
     wall = time.monotonic()
     with alone.holding(plan.drop, progress.say), interrupt.raising():
-        facts = doctor.require(plan, progress.say)
+        # A scheduler's nodes are nobody's to ask before it has chosen them.
+        ours = plan.launcher in ("process", "compose")
+        facts = doctor.require(plan, progress.say) if ours else {}
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)

@@ -44,3 +44,9 @@ def of(name: str, held: Contents, digest: str) -> bytes:
 def sha256(bill: bytes) -> str:
     """The checksum kept in images.lock beside the digest."""
     return hashlib.sha256(bill).hexdigest()
+
+
+def packages(bill: bytes) -> dict[str, str]:
+    """The Python packages in a bill that `of` made: name -> version."""
+    found = json.loads(bill).get("components", ())
+    return {c["name"]: c["version"] for c in found if c.get("purl", "").startswith("pkg:pypi/")}

@@ -1,0 +1,339 @@
+"""The `kubernetes` launcher: a plan's objects (lanekit.manifests) applied and watched with kubectl.
+
+It needs kubectl with a context that may make ConfigMaps, Jobs, Services and LeaderWorkerSets or
+MPIJobs, and the operators of the latter two. Nothing is started twice: when a pod ends, so does the
+run.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from lanekit import drop as drops
+from lanekit import manifests, process
+from lanekit.errors import ConfigError, HostLost, LaneError, ServerDied
+from lanekit.manifest import Process
+from lanekit.plan import CellPlan, Host, Plan, Service
+from lanekit.progress import Say
+
+FOLDER: Final = "kubernetes"
+POLL_S: Final = 2.0
+DEAF_S: Final = 60.0  # the API may restart; longer and nobody knows what the ranks do
+API_S: Final = 20
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """What of a pod's state matters. number: of its host. trouble: why it cannot go on."""
+
+    name: str
+    number: int
+    phase: str
+    trouble: str = ""
+
+
+def pods(listed: Mapping[str, Any]) -> list[Pod]:
+    """The pods of a run from `kubectl get pods --output=json`, by number."""
+    return sorted(map(_read, listed.get("items", ())), key=lambda pod: pod.number)
+
+
+_NUMBERS: Final = (
+    "leaderworkerset.sigs.k8s.io/worker-index", manifests.INDEX,
+)  # fmt: skip
+
+
+def _read(item: Mapping[str, Any]) -> Pod:
+    metadata, status = item.get("metadata", {}), item.get("status", {})
+    known = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
+    number = next((int(known[key]) for key in _NUMBERS if known.get(key, "").isdigit()), 0)
+    if known.get("training.kubeflow.org/job-role") == "worker":
+        number = int(known.get("training.kubeflow.org/replica-index", 0)) + 1
+    named, phase = metadata.get("name", "?"), status.get("phase", "?")
+    return Pod(named, number, phase, _trouble(status))
+
+
+def _trouble(status: Mapping[str, Any]) -> str:
+    """Why a pod cannot go on: an image that cannot be had, a container that ended, a lost node."""
+    for each in status.get("containerStatuses", ()):
+        waiting = each.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason", "")
+        if re.search(r"Image|Config|CreateContainer|RunContainer", reason):
+            return f"{each['name']}: {reason}: {waiting.get('message', '')}"
+        ended = each.get("state", {}).get("terminated") or (
+            each.get("lastState", {}).get("terminated") if each.get("restartCount") else None
+        )
+        if ended and (ended.get("exitCode") or each.get("restartCount")):
+            signal = ended.get("exitCode", 0)
+            why = process.outcome(signal if signal < 128 else 128 - signal)
+            return f"{each['name']} ended with {why} ({ended.get('reason', '')})"
+    if status.get("phase") == "Failed":
+        return f"{status.get('reason', 'Failed')}: {status.get('message', '')}"
+    return ""
+
+
+class Kubectl:
+    """kubectl for one namespace, with patience for an API that restarts."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = {**os.environ, **env}  # the context is found as the user's own commands find it
+        self.base = ["kubectl", f"--request-timeout={API_S}s"]
+
+    def run(self, *words: str, given: str = "") -> str:
+        """What a command says.
+
+        Raises:
+            ConfigError: no kubectl.
+            HostLost: the API refuses, does not answer, or answers with an error.
+        """
+        try:
+            done = subprocess.run(
+                [*self.base, *words], env=self.env, input=given, capture_output=True, text=True,
+                timeout=6 * API_S, check=False,
+            )  # fmt: skip
+        except FileNotFoundError as error:
+            raise ConfigError("no kubectl here", remedy="Install it.") from error
+        except subprocess.TimeoutExpired as error:
+            raise _deaf(f"no answer within {6 * API_S} s") from error
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise _deaf(said[-1])
+        return done.stdout
+
+
+def _deaf(why: str) -> HostLost:
+    return HostLost(
+        f"the Kubernetes API: {why}",
+        remedy="`kubectl version` must work; check the context, the rights, and that the "
+        "LeaderWorkerSet or MPIJob operator is installed.",
+    )
+
+
+@contextlib.contextmanager
+def launching(
+    plan: Plan, drop: drops.Drop, env: Mapping[str, str], say: Say
+) -> Iterator["KubernetesLauncher"]:
+    """The objects of a plan, applied; removed at the end, also from a cluster that was slow.
+
+    Raises:
+        ConfigError: no kubectl, or the model is one that only this machine has.
+        HostLost: the API refuses or does not answer.
+    """
+    if plan.model.source.startswith("built:"):
+        raise ConfigError(
+            f"model {plan.model.source} is made on this machine, where no pod sees it",
+            remedy="MODEL= a hub id, or a folder that every node has.",
+        )
+    folder = drop.path / FOLDER
+    folder.mkdir()
+    control = Kubectl(env)
+    launcher = KubernetesLauncher(plan, drop, control)
+    try:
+        say(f"applying {manifests.of(plan)}")
+        launcher.apply("plan", manifests.standing(plan))
+        yield launcher
+    finally:
+        launcher.remove()
+
+
+class KubernetesLauncher:
+    """The services and cells of a plan in a cluster."""
+
+    def __init__(self, plan: Plan, drop: drops.Drop, kubectl: Kubectl) -> None:
+        self._plan, self._drop, self.kubectl = plan, drop, kubectl
+        self._logs: list[Path] = []
+        self._children: list[tuple[subprocess.Popen[bytes], Process]] = []
+        self._heard = self._asked = time.monotonic()
+
+    def apply(self, what: str, objects: Sequence[manifests.Object]) -> None:
+        """Write objects into the drop, then hand them to the cluster."""
+        path = self._drop.path / FOLDER / f"{what}.yaml"
+        path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
+        self.kubectl.run("apply", "--server-side", "-f", str(path))
+
+    def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
+        """Follow a service that the applied objects start; its output goes to `log`."""
+        host = next(h for h in self._plan.hosts if h.name == service.host)
+        if not self._logs:
+            ports = f"{self._plan.port}:{self._plan.port}"
+            place = self._drop.path / FOLDER / "port-forward.txt"
+            words = ["port-forward", _pod_name(host), ports, self._patience]
+            self._drop.started(self._spawn("kubectl port-forward", words, place))
+        self._logs.append(log)
+        words = ["logs", "--follow", _pod_name(host), "-c", service.name, self._patience]
+        started = self._spawn(f"logs of {service.name}", words, log)
+        return msgspec.structs.replace(started, host=host.name)
+
+    def task(
+        self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
+    ) -> "PodTask":
+        """Start AIPerf beside the server, or a batch cell as a Job with a pod on every host."""
+        if self._plan.driver == "batch":
+            self.apply(f"cell-{name}", [manifests.job(self._plan, name)])
+            each = [f"{self._ours},{manifests.INDEX}={n}" for n in range(len(logs))]
+            words = [["logs", "--follow", select, self._patience] for select in each]
+        else:
+            leader = _pod_name(self._plan.hosts[0])
+            words = [["exec", leader, "-c", "aiperf", "--", *cell.command]]
+        before = len(self._children)
+        for n, (each, log) in enumerate(zip(words, logs, strict=True)):
+            self._spawn(f"{name} on {self._plan.hosts[n].name}", each, log)
+        children = self._children[before:]
+        return PodTask(self, self._plan, name, children=children, log=logs[0])
+
+    def check(self) -> None:
+        """Raise ServerDied when a pod cannot go on, HostLost when nobody can say for a minute."""
+        if time.monotonic() - self._asked < POLL_S:
+            return
+        bad = [pod for pod in self.pods() if pod.trouble]
+        if bad:
+            hosts = {h.node_rank: h.name for h in self._plan.hosts}
+            said = [f"{hosts.get(p.number, '?')} (pod {p.name}): {p.trouble}" for p in bad]
+            raise ServerDied(
+                "\n  then ".join(said),
+                remedy=f"kubectl describe pod {bad[0].name}; logs: {self._drop.path}/logs.",
+            )
+
+    def logs(self) -> list[Path]:
+        """The log of every service, the leader's first."""
+        return self._logs
+
+    def stop(self) -> None:
+        """Stop following; the objects are removed when the launcher is left."""
+        process.end([started for _, started in self._children], 2)
+        for child, _ in self._children:
+            child.wait()
+        self._children.clear()
+
+    def pods(self) -> list[Pod]:
+        """The run's pods; an API that does not answer is asked again for a minute."""
+        self._asked = time.monotonic()
+        try:
+            told = self.kubectl.run("get", "pods", self._ours, "-ojson")
+        except HostLost:
+            if time.monotonic() - self._heard > DEAF_S:
+                raise
+            return []
+        self._heard = time.monotonic()
+        return pods(msgspec.json.decode(told))
+
+    def remove(self) -> None:
+        """Remove every object; what cannot be removed stands in the drop, for the next run."""
+        self.stop()
+        try:
+            delete(self.kubectl, self._drop.path)
+        except LaneError as error:
+            self._drop.manifest.left.append(f"objects {manifests.of(self._plan)}: {error}")
+
+    @property
+    def _ours(self) -> str:
+        return f"-l{manifests.LABEL}={manifests.of(self._plan)}"
+
+    @property
+    def _patience(self) -> str:
+        return f"--pod-running-timeout={self._plan.ready_s:.0f}s"
+
+    def _spawn(self, what: str, words: Sequence[str], log: Path) -> Process:
+        with log.open("ab") as stream:
+            pair = process.spawn(what, ["kubectl", *words], self.kubectl.env, stream)
+        self._children.append(pair)
+        return pair[1]
+
+
+def _pod_name(host: Host) -> str:
+    return host.address.partition(".")[0]
+
+
+class PodTask:
+    """A cell in the cluster: AIPerf in the leader's pod, or a Job with a pod on every host."""
+
+    def __init__(
+        self,
+        launcher: KubernetesLauncher,
+        plan: Plan,
+        name: str,
+        *,
+        children: Sequence[tuple[subprocess.Popen[bytes], Process]],
+        log: Path,
+    ) -> None:
+        self._launcher, self._plan, self._name = launcher, plan, name
+        self._child = children[0][0]
+        self.processes, self.log = [started for _, started in children], log
+
+    @property
+    def _cell(self) -> CellPlan:
+        return self._plan.cells[self._name]
+
+    def poll(self) -> int | None:
+        """The exit status: AIPerf's, or what a batch program wrote down; None while it runs."""
+        if self._plan.driver != "batch":
+            code = self._child.poll()
+            if code is not None:
+                self._fetch(_pod_name(self._plan.hosts[0]), "aiperf")
+            return code
+        leader = next((p.name for p in self._launcher.pods() if p.number == 0), "")
+        if not leader:
+            return None
+        words = [
+            "exec",
+            leader,
+            "-c",
+            self._name,
+            "--",
+            "cat",
+            manifests.mark(self._plan, self._cell),
+        ]
+        try:
+            code = int(self._launcher.kubectl.run(*words))
+        except (HostLost, ValueError):
+            self._launcher.check()
+            return None
+        self._fetch(leader, self._name)
+        self._launcher.kubectl.run(*words[:5], "rm", words[-1])
+        return code
+
+    def outcome(self, code: int) -> str:
+        """An exit status in words."""
+        return process.outcome(code if code < 128 else 128 - code)
+
+    def end(self, grace_s: float) -> None:
+        """End what follows it here, and its Job."""
+        process.end(self.processes, grace_s)
+        if self._plan.driver == "batch":
+            with contextlib.suppress(LaneError):  # removed again when the launcher is left
+                job = manifests.of(self._plan)
+                self._launcher.kubectl.run("delete", "job", job, "--ignore-not-found")
+
+    def _fetch(self, pod: str, container: str) -> None:
+        folder = Path(self._plan.drop) / self._cell.artifacts
+        self._launcher.kubectl.run("cp", f"{pod}:{folder}", str(folder), "-c", container)
+        (folder / ".code").unlink(missing_ok=True)
+
+
+def delete(kubectl: Kubectl, drop: Path) -> list[str]:
+    """Remove the objects that a drop says it applied, and wait until they are gone; their files.
+
+    Raises:
+        HostLost: the API refuses or does not answer.
+    """
+    files = sorted(map(str, (drop / FOLDER).glob("*.yaml")))
+    for file in files:
+        kubectl.run("delete", "-f", file, "--ignore-not-found", "--wait", f"--timeout={API_S * 3}s")
+    return files
+
+
+def end_the_dead(drop: Path) -> list[str]:
+    """Remove the objects of a dead run; returns why some may still be there."""
+    if not (drop / FOLDER).is_dir():
+        return []
+    try:
+        delete(Kubectl(os.environ), drop)
+    except LaneError as error:
+        return [f"objects of the cluster: {error}"]
+    return []

@@ -1,0 +1,304 @@
+"""A plan as objects of a Kubernetes cluster. Pure: lanekit.kubernetes applies them.
+
+A serving lane is one LeaderWorkerSet, a lane that mpirun starts an MPIJob, a batch program an
+indexed Job a cell. Every command stands in a ConfigMap, one script a host and service, just as the
+plan computed it; a pod runs the script of its own number. Names of pods are known beforehand, so
+addresses are too. Nothing secret is written: a token comes from the cluster's own Secret.
+"""
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from lanekit import paths, process, spec
+from lanekit.plan import CellPlan, Host, Plan, Service, is_secret
+
+LABEL: Final = "lanes.run"
+INDEX: Final = "batch.kubernetes.io/job-completion-index"
+SECRET: Final = "lanes"  # of the cluster, not ours: HF_TOKEN and what else a lane must not write
+SHARE: Final = "/lane/run"
+EFA: Final = "vpc.amazonaws.com/efa"
+GPU: Final = "nvidia.com/gpu"
+HUGE: Final = "5120Mi"  # EFA's bounce buffers: 2560 pages of 2 MiB, as AWS's own examples ask for
+
+Object = dict[str, Any]
+
+
+def name(drop: str, lane: str) -> str:
+    """The name of a run's objects, from its drop: short, since pods add to it."""
+    stamp = re.sub(r"[^a-z0-9]", "", Path(drop).name.partition("-")[0].lower())
+    return f"lane-{lane}-{stamp}"
+
+
+def kind(driver: str, command: Sequence[str]) -> str:
+    """What a run becomes: mpirun's lanes an MPIJob, batch programs a Job, servers a
+    LeaderWorkerSet. command: the leader's first one."""
+    if command and Path(command[0]).name == "mpirun":
+        return "MPIJob"
+    return "Job" if driver == "batch" else "LeaderWorkerSet"
+
+
+def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
+    """Hosts under the names that the cluster will give their pods."""
+    addresses = {
+        "LeaderWorkerSet": lambda n: f"{named}-0-{n}" if n else f"{named}-0",
+        "Job": lambda n: f"{named}-{n}",
+        "MPIJob": lambda n: f"{named}-worker-{n - 1}" if n else f"{named}-launcher",
+    }
+    return tuple(
+        msgspec.structs.replace(h, address=f"{addresses[what](h.node_rank)}.{named}", ssh="")
+        for h in fleet
+    )
+
+
+def standing(plan: Plan) -> list[Object]:
+    """The objects that stand while a run goes: scripts, files, and what starts the services."""
+    found = [_scripts(plan), _files(plan)]
+    services = [s for s in plan.services if s.host == plan.hosts[0].name]
+    what = kind(plan.driver, services[0].command if services else ())
+    if plan.driver == "batch":
+        return [*found, _network(plan)]
+    return [*found, _lws(plan) if what == "LeaderWorkerSet" else _mpi(plan)]
+
+
+def job(plan: Plan, cell: str) -> Object:
+    """The indexed Job of a batch cell: a pod a host, none of which is started twice."""
+    run, hosts = of(plan), len(plan.hosts)
+    program = Service(cell, plan.hosts[0].name, plan.cells[cell].command, {})
+    pod = _pod(plan, [program], index="JOB_COMPLETION_INDEX")
+    pod["spec"] |= {"restartPolicy": "Never", "subdomain": run}
+    return {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(plan),
+        "spec": {
+            "completionMode": "Indexed", "completions": hosts, "parallelism": hosts,
+            "backoffLimit": 0, "template": pod,
+        },
+    }  # fmt: skip
+
+
+def of(plan: Plan) -> str:
+    """The name of a plan's objects."""
+    return name(plan.drop, plan.lane)
+
+
+def _metadata(plan: Plan, suffix: str = "") -> Object:
+    digest = hashlib.sha256(plan.drop.encode()).hexdigest()[:12]
+    return {"name": of(plan) + suffix, "labels": {LABEL: of(plan), "lanes.drop": digest}}
+
+
+def _scripts(plan: Plan) -> Object:
+    """SERVICE-N.sh: the command of a service, or of a cell, on host N, with its variables."""
+    number = {host.name: host.node_rank for host in plan.hosts}
+    data = {f"{s.name}-{number[s.host]}.sh": script(s.command, s.env) for s in plan.services}
+    for cell, held in plan.cells.items() if plan.driver == "batch" else ():
+        data[f"{cell}-0.sh"] = script(held.command, held.env, mark(plan, held))
+        data |= {f"{cell}-{number[w.host]}.sh": script(w.command, w.env) for w in held.workers}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(plan), "data": data}
+
+
+def script(command: Sequence[str], env: Mapping[str, str], wait: str = "") -> str:
+    """A command with its variables, as sh reads it; what is secret comes from the cluster.
+
+    wait: a file that says how it ended, and that it waits until somebody took what it left: a pod
+    that has ended gives nothing out.
+    """
+    held = {"HOME": "/tmp", **env}
+    lines = [f"export {k}={shlex.quote(v)}" for k, v in held.items() if not is_secret(k)]
+    run, at = shlex.join(command), shlex.quote(wait)
+    if not wait:
+        return "\n".join(["#!/bin/sh", *lines, f"exec {run}", ""])
+    made = f"mkdir -p {shlex.quote(str(Path(wait).parent))}"
+    held_up = f"while [ -e {at} ]; do sleep 1; done"
+    ends = [made, run, "code=$?", f"echo $code >{at}", held_up, "exit $code"]
+    return "\n".join(["#!/bin/sh", *lines, *ends, ""])
+
+
+def mark(plan: Plan, cell: CellPlan) -> str:
+    """Where a batch cell's leader writes down how it ended."""
+    return str(Path(plan.drop) / cell.artifacts / ".code")
+
+
+def _lane_files(plan: Plan) -> dict[str, Path]:
+    """The lane's own files by the key they have in a ConfigMap, which knows no folders."""
+    home = paths.LANES / plan.lane
+    files = [p for p in sorted(home.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
+    return {str(p.relative_to(home)).replace("/", ".."): p for p in files}
+
+
+def _files(plan: Plan) -> Object:
+    data = {key: path.read_text() for key, path in _lane_files(plan).items()}
+    metadata = _metadata(plan, "-files")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _network(plan: Plan) -> Object:
+    """The headless service that gives a Job's pods their names before they are ready."""
+    return {
+        "apiVersion": "v1", "kind": "Service", "metadata": _metadata(plan),
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True,
+                 "selector": {LABEL: of(plan)}},
+    }  # fmt: skip
+
+
+def _lws(plan: Plan) -> Object:
+    leader, worker = ([s for s in plan.services if s.host == host.name]
+                      for host in (plan.hosts[0], plan.hosts[-1]))  # fmt: skip
+    template: Object = {
+        "size": len(plan.hosts),
+        # Never anew by itself: a rank that comes back would be measured as if nothing had been.
+        "restartPolicy": "None",
+        "leaderTemplate": _pod(plan, leader, index="LWS_WORKER_INDEX", load=True),
+        "workerTemplate": _pod(plan, worker, index="LWS_WORKER_INDEX"),
+    }
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet",
+        "metadata": _metadata(plan),
+        "spec": {
+            "replicas": 1, "startupPolicy": "LeaderCreated", "leaderWorkerTemplate": template,
+            "networkConfig": {"subdomainPolicy": "Shared"},
+        },
+    }  # fmt: skip
+
+
+def _mpi(plan: Plan) -> Object:
+    """The operator makes the keys and lets mpirun's ranks in: a worker runs what it says."""
+    leader = [s for s in plan.services if s.host == plan.hosts[0].name]
+    workers = _pod(plan, [Service("worker", "", (), {})], index="")
+    for container in workers["spec"]["containers"]:
+        container["command"] = ["/usr/sbin/sshd", "-De"]
+        # sshd must become the user it lets in; the operator's keys belong to root.
+        container["securityContext"] = {"capabilities": {"add": ["SYS_CHROOT"]}}
+    launcher = _pod(plan, leader, index="", load=True)
+    replicas = {"Launcher": (1, launcher), "Worker": (len(plan.hosts) - 1, workers)}
+    return {
+        "apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": _metadata(plan),
+        "spec": {
+            "slotsPerWorker": plan.hosts[0].ranks, "runLauncherAsWorker": True,
+            "mpiImplementation": "OpenMPI", "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {"cleanPodPolicy": "All", "backoffLimit": 0},
+            "mpiReplicaSpecs": {
+                role: {"replicas": count, "restartPolicy": "Never", "template": pod}
+                for role, (count, pod) in replicas.items() if count
+            },
+        },
+    }  # fmt: skip
+
+
+def _pod(plan: Plan, services: Sequence[Service], *, index: str, load: bool = False) -> Object:
+    """A pod of one host. index: the variable that holds its number, empty for the first. load: a
+    container beside the server, in which AIPerf is run."""
+    profile, held = spec.profile(plan.profile), plan.containers
+    images = held.images if held else {}
+    containers = [_container(plan, profile, s, images[s.environment], index) for s in services]
+    if load and "aiperf" in images:
+        containers.append(_loader(plan, images["aiperf"]))
+    uid, _, gid = (held.user if held else "").partition(":")
+    body: Object = {
+        "containers": containers,
+        "volumes": _volumes(plan),
+        "securityContext": {"runAsNonRoot": True, "runAsUser": int(uid), "runAsGroup": int(gid),
+                            "fsGroup": int(gid)},
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": int(process.GRACE_S),
+        "affinity": _affinity(plan),
+    }  # fmt: skip
+    if profile.instance:
+        body["nodeSelector"] = {"node.kubernetes.io/instance-type": profile.instance}
+    if profile.gpus:
+        body["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    return {"metadata": {"labels": _metadata(plan)["labels"]}, "spec": body}
+
+
+def _container(
+    plan: Plan, profile: spec.Profile, service: Service, image: str, index: str
+) -> Object:
+    number = f"${{{index}:-0}}" if index else "0"
+    asked: Object = (
+        {"cpu": "8", "memory": "64Gi"} if profile.gpus else {"cpu": "1", "memory": "4Gi"}
+    )
+    limits: Object = {GPU: profile.gpus} if profile.gpus else {}
+    if profile.nics:
+        limits |= {EFA: profile.nics, "hugepages-2Mi": HUGE}
+    return {
+        "name": service.name,
+        "image": image,
+        "command": ["/bin/sh", "-c", f"exec /bin/sh {SHARE}/{service.name}-{number}.sh"],
+        "env": [_secret(key) for key in ("HF_TOKEN", *filter(is_secret, service.env))],
+        "resources": {"requests": {**asked, **limits}, "limits": limits},
+        "securityContext": _LOCKED,
+        "volumeMounts": [
+            {"name": "run", "mountPath": SHARE, "readOnly": True},
+            {"name": "files", "mountPath": str(paths.LANES / plan.lane), "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "drop", "mountPath": plan.drop},
+            *({"name": f"models{n}", "mountPath": path, "readOnly": True}
+              for n, path in enumerate(_models(plan))),
+        ],
+    }  # fmt: skip
+
+
+_LOCKED: Final[Object] = {
+    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+
+
+def _loader(plan: Plan, image: str) -> Object:
+    """Where AIPerf is run, cell by cell, on the leader's loopback."""
+    mounts: list[Object] = [{"name": "tmp", "mountPath": "/tmp"},
+                            {"name": "drop", "mountPath": plan.drop}]  # fmt: skip
+    mounts += [{"name": f"models{n}", "mountPath": path, "readOnly": True}
+               for n, path in enumerate(_models(plan))]  # fmt: skip
+    return {
+        "name": "aiperf", "image": image, "command": ["sleep", "infinity"],
+        "env": [{"name": "HOME", "value": "/tmp"}, _secret("HF_TOKEN")],
+        "resources": {"requests": {"cpu": "2", "memory": "4Gi"}},
+        "securityContext": _LOCKED, "volumeMounts": mounts,
+    }  # fmt: skip
+
+
+def _secret(key: str) -> Object:
+    """A variable that the cluster fills in, where it has the Secret."""
+    return {
+        "name": key,
+        "valueFrom": {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}},
+    }
+
+
+def _volumes(plan: Plan) -> list[Object]:
+    items = [{"key": key, "path": key.replace("..", "/")} for key in _lane_files(plan)]
+    memory: Object = {"emptyDir": {"medium": "Memory"}}
+    return [
+        {"name": "run", "configMap": {"name": of(plan)}},
+        {"name": "files", "configMap": {"name": f"{of(plan)}-files", "items": items}},
+        {"name": "shm", **memory},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "drop", "emptyDir": {}},
+        *({"name": f"models{n}", "hostPath": {"path": path, "type": "Directory"}}
+          for n, path in enumerate(_models(plan))),
+    ]  # fmt: skip
+
+
+def _models(plan: Plan) -> list[str]:
+    """Folders of the nodes: the model where it is a path, or the folder of models."""
+    given = [plan.hosts[0].models, plan.model.path if Path(plan.model.path).is_absolute() else ""]
+    return [path for path in given if path]
+
+
+def _affinity(plan: Plan) -> Object:
+    """A node each, all in one zone: EFA does not leave it."""
+    ours = {"labelSelector": {"matchLabels": {LABEL: of(plan)}}}
+    zone = {**ours, "topologyKey": "topology.kubernetes.io/zone"}
+    return {
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+            {**ours, "topologyKey": "kubernetes.io/hostname"}]},
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 100, "podAffinityTerm": zone}]},
+    }  # fmt: skip

@@ -1,0 +1,105 @@
+"""What sbatch is given, and what its answers mean; a real Slurm runs it in tests/slurm."""
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lanekit import machine, planning, slurm, spec
+from lanekit.errors import ConfigError
+from lanekit.plan import Containers, Plan, Service
+
+HELD = Containers(
+    project="x", images={"server": "ghcr.io/deepep-lanes/vllm@sha256:" + "1" * 64},
+    user="10001:10001", memory=1, gpus=8, nics=16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan(bare: machine.Machine, checkout: Path) -> Plan:
+    options = planning.Options(lane="micro", profile="cpu-x2", launcher="slurm", start=False)
+    return planning.make(options, bare)
+
+
+def test_nodes_that_nobody_named_are_filled_in_by_the_job(plan: Plan) -> None:
+    assert [host.address for host in plan.hosts] == ["${LANE_NODE_0}", "${LANE_NODE_1}"]
+    (worker,) = plan.cells["decode"].workers
+    text = slurm.script(worker, Path("/drop/logs/b.log"), "/drop")
+    assert '--master-addr "${LANE_NODE_0}"' in text
+    assert "--node-rank 1" in text
+    assert "export LANEKIT_RUN=/drop" in text
+    ran = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("word", ["plain", "a b", "$HOME", 'q"q', "back`tick`", "it's", "\\n"])
+def test_a_word_reaches_the_program_as_the_plan_has_it(word: str) -> None:
+    """With and without a node's name in it; nothing else is filled in, nothing is run."""
+    for given, seen in ((word, word), (f"{word}${{LANE_NODE_0}}x", f"{word}nodex")):
+        command = f"LANE_NODE_0=node; printf %s {slurm.quote(given)}"
+        assert subprocess.check_output(["bash", "-c", command], text=True) == seen
+
+
+def test_named_hosts_are_asked_for_and_numbered_as_the_plan_has_them(
+    bare: machine.Machine, checkout: Path
+) -> None:
+    options = planning.Options(
+        lane="micro", profile="cpu-x2", launcher="slurm", start=False, hosts="z9,a1"
+    )
+    made = planning.make(options, bare)
+    text = slurm.batch(made, "decode", ["decode"], 15)
+    assert "#SBATCH --nodelist=z9,a1" in text
+    assert "export LANE_NUMBERS='[z9]=0 [a1]=1'" in text
+
+
+def test_a_job_asks_for_every_node_whole_and_for_its_gpus(plan: Plan) -> None:
+    full = spec.profile("p5en-x2")
+    made = msgspec.structs.replace(plan, profile=full.name, containers=HELD)
+    text = slurm.batch(made, "decode", ["decode"], 15)
+    wanted = ["nodes=2", "ntasks-per-node=1", "exclusive", "gpus-per-node=8", "time=15"]
+    for line in [*(f"#SBATCH --{each}" for each in wanted), "--kill-on-bad-exit=1"]:
+        assert line in text
+    # enroot writes a registry before a #; the digest stays.
+    image = f"--container-image=ghcr.io#deepep-lanes/vllm@sha256:{'1' * 64}"
+    assert image in text.replace("'", "")
+    assert f"{plan.drop}:{plan.drop}" in text
+
+
+def test_nothing_secret_is_written(plan: Plan) -> None:
+    text = slurm.script(Service("x", "h", ("true",), {"HF_TOKEN": "hf_x", "A": "1"}), Path("l"), "")
+    assert "hf_x" not in text
+    assert "export A=1" in text
+
+
+@pytest.mark.parametrize(
+    ("shown", "alive", "code"),
+    [
+        ("JobId=1 JobState=PENDING Reason=Resources ExitCode=0:0 NodeList=", True, 0),
+        ("JobId=1 JobState=COMPLETED Reason=None ExitCode=0:0 NodeList=a", False, 0),
+        ("JobId=1 JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0 NodeList=a[1-2]", False, 3),
+        ("JobId=1 JobState=CANCELLED Reason=None ExitCode=0:15 NodeList=a", False, -15),
+        ("JobId=1 JobState=NODE_FAIL Reason=None ExitCode=0:0 NodeList=a", False, 0),
+    ],
+)
+def test_a_jobs_state_in_its_own_words(shown: str, alive: bool, code: int) -> None:
+    found = slurm.state(shown)
+    assert (found.alive, found.code) == (alive, code)
+
+
+def test_an_answer_of_another_form_is_none() -> None:
+    with pytest.raises(ValueError, match="slurm_load_jobs"):
+        slurm.state("slurm_load_jobs error")
+
+
+def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no sinfo here"):
+        slurm.command({}, "sinfo")
+
+
+def test_an_image_that_was_not_pushed_is_refused(bare: machine.Machine, checkout: Path) -> None:
+    options = planning.Options(lane="micro", profile="cpu-x2", launcher="slurm")
+    with pytest.raises(ConfigError, match="was not pushed") as caught:
+        planning.make(options, bare)
+    assert "make push-vllm-cpu" in caught.value.remedy
