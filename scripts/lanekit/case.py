@@ -289,16 +289,12 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
 
 
 def _copies(subject: Subject) -> Check:
-    """Evidence that is there twice was seen once: copies, and links that look like files."""
+    """Evidence that is there twice was seen once: copies, and links that look like files. A run of
+    ours leaves none. A stranger may have kept a log under two names: it is read once."""
     names = (records.RECORDS, records.SUMMARY, micro.NAME, training.NAME)
-    evidence = {path for path in subject.files if path.name in names}
-    sized: dict[int, list[Path]] = defaultdict(list)
-    for path in sorted(evidence | {log.path for log in _serve_logs(subject)}):
-        sized[path.stat().st_size].append(path)
-    by_digest: dict[str, list[str]] = defaultdict(list)
-    for path in (path for size, same in sized.items() if size and len(same) > 1 for path in same):
-        by_digest[drops.sha256(path)].append(path.relative_to(subject.root).as_posix())
-    same = [" = ".join(names) for names in by_digest.values() if len(names) > 1]
+    kept = [path for path in subject.files if path.name in names]
+    twins = _twins([*kept, *(log.path for log in _found_logs(subject))] if subject.ours else kept)
+    same = [" = ".join(p.relative_to(subject.root).as_posix() for p in group) for group in twins]
     return Check(
         id="copies",
         group="drop",
@@ -309,6 +305,17 @@ def _copies(subject: Subject) -> Check:
         actual="; ".join(same[:SHOWN]) or "none",
         remedy="Remove the copies, and judge what the run left." if same else "",
     )
+
+
+def _twins(paths: Iterable[Path]) -> list[list[Path]]:
+    """Files of the same bytes, by whatever names; empty ones aside."""
+    sized: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(set(paths)):
+        sized[path.stat().st_size].append(path)
+    by_digest: dict[str, list[Path]] = defaultdict(list)
+    for path in (path for size, same in sized.items() if size and len(same) > 1 for path in same):
+        by_digest[drops.sha256(path)].append(path)
+    return [same for same in by_digest.values() if len(same) > 1]
 
 
 def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:
@@ -499,6 +506,13 @@ def _fits(found: Contract, profile: spec.Profile) -> None:
 
 
 def _serve_logs(subject: Subject) -> list[logs.Log]:
+    """The logs to read: of those with the same bytes the first."""
+    found = _found_logs(subject)
+    again = {path for same in _twins(log.path for log in found) for path in same[1:]}
+    return [log for log in found if log.path not in again]
+
+
+def _found_logs(subject: Subject) -> list[logs.Log]:
     if subject.root.is_file():
         name = subject.root.name
         return [logs.Log(subject.root, name, "", name, 0)]

@@ -487,6 +487,19 @@ def test_the_same_bytes_in_two_files_count_once(tmp_path: Path) -> None:
     assert check(found, "copies").actual == names
 
 
+def test_a_stranger_s_log_under_several_names_is_read_once(tmp_path: Path) -> None:
+    root = tmp_path / "trtllm-native-seam"
+    drops.aiperf(root / "c4")
+    log = root / "serve.log"
+    log.write_text("\n".join(drops.log("published-2026-07-trtllm")) + "\n")
+    shutil.copy(log, root / "again.log")
+    os.link(log, root / "linked.log")
+    (root / "pointed.log").symlink_to("serve.log")
+    found = verify(root)
+    assert check(found, "seam-elastic-trtllm").actual == "16 lines"
+    assert check(found, "copies").outcome == "met"
+
+
 def test_a_stranger_s_copied_records_refute(tmp_path: Path) -> None:
     root = tmp_path / "vllm-deepep_v2"
     for number, name in enumerate(("a", "b")):
