@@ -185,7 +185,7 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
     facts = Facts(profile, None, row.version(plan), versions=_versions(plan), batch=True)
     checks = [*checks, _all_cells(manifest)]
     if trains:
-        return _trained(subject, facts, files, checks, row.clock(manifest))
+        return _trained(subject, manifest, facts, files, checks)
     cells = {cell: _taken(subject, manifest, cell, path) for cell, path in files.items()}
     found = judged(subject, facts, (), [*checks, *exchanges.judge(cells, profile.ranks)],
                    run=row.clock(manifest))  # fmt: skip
@@ -207,10 +207,10 @@ def _taken(subject: Subject, manifest: Manifest, cell: str, path: Path) -> excha
 
 def _trained(
     subject: Subject,
+    manifest: Manifest,
     facts: Facts,
     files: Mapping[str, Path],
     checks: Sequence[Check],
-    run: loading.Run | None,
 ) -> Verdict:
     """A lane that trained: its steps beside those of the reference."""
     cells = {
@@ -218,8 +218,9 @@ def _trained(
         for cell, path in files.items()
     }
     ranks, nics = facts.profile.ranks, facts.profile.nics
-    steps = training.judge(cells, ranks, arm=subject.arm, nics=nics)
-    found = judged(subject, facts, (), [*checks, *steps], run=run)
+    engine = str(manifest.plan["engine"])
+    steps = training.judge(cells, ranks, arm=subject.arm, nics=nics, engine=engine)
+    found = judged(subject, facts, (), [*checks, *steps], run=row.clock(manifest))
     rows = (each for cell, (_, lines) in cells.items() for each in training.rows(cell, lines))
     return msgspec.structs.replace(found, steps=tuple(rows))
 

@@ -7,7 +7,7 @@ import msgspec
 
 from lanekit import published, spec
 from lanekit.published import Figure, Published
-from lanekit.verdict import MicroRow, Verdict
+from lanekit.verdict import MicroRow, StepRow, Verdict
 
 BAND: Final = 0.10  # the published guide's own bar for identical hardware (2026-07)
 SERVING: Final = ("tok_s", "tok_s_user", "ttft_p50_ms", "itl_p50_ms")
@@ -42,6 +42,7 @@ def measured(verdict: Verdict, cell: str) -> dict[str, float]:
     for step in verdict.steps:
         if (step.cell, step.role) == (cell, "arm") and step.step:  # 0 is the warm-up
             found |= {f"loss_{step.step}": step.loss, f"grad_norm_{step.step}": step.grad_norm}
+    found |= _grpo([row for row in verdict.steps if row.cell == cell])
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -54,6 +55,21 @@ def _micro(rows: Sequence[MicroRow]) -> Mapping[str, float]:
     times = {row.op: row.p50_us for row in shaped if row.mode == mode}
     found = {f"{op}_p50_us": times[op] for op in ("dispatch", "combine") if op in times}
     return found | ({"dc_p50_us": sum(found.values())} if len(found) == 2 else {})
+
+
+def _grpo(rows: Sequence[StepRow]) -> Mapping[str, float]:
+    """The split of the last GRPO step, as published."""
+    last = rows[-1] if rows else None
+    if last is None or not last.ms or not last.seconds:
+        return {}
+    refit = last.seconds.get("prepare_for_generation/transfer_and_update_weights")
+    parts = {
+        "generation_percent": last.seconds.get("generation"),
+        "training_percent": last.seconds.get("policy_training"),
+        "refit_percent": refit,
+    }
+    found = {name: 1e5 * s / last.ms for name, s in parts.items() if s is not None}
+    return found | ({"refit_s": refit} if refit is not None else {})
 
 
 def lines(known: Published, verdict: Verdict, cell: str) -> list[Line]:

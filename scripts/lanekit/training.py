@@ -13,17 +13,23 @@ from lanekit.verdict import Check, Outcome, Place, StepRow
 
 FORMAT: Final = 1  # of steps.jsonl
 NAME: Final = "steps.jsonl"
-ENGINES: Final = ("megatron-core",)
+ENGINES: Final = ("megatron-core", "nemo-rl")
 ROLES: Final = ("reference", "arm")
 # Equal to three decimals, as the published campaign said of V1 and V2 (2026-07). The gradients of
 # two exchanges are added in another order, so their norm is compared relatively.
 LOSS_TOLERANCE: Final = 0.001
 NORM_TOLERANCE: Final = 0.01
+# A step of a rollout is a mean over 64 tokens where one of a training is over thousands.
+ROLLOUT_TOLERANCE: Final = 0.01
+# Parts of a GRPO step as NeMo RL names them (grpo.py of 46be4e8): generation, training, and the
+# weights' way back into the generation engine. The others lie between them.
+PARTS: Final = ("generation", "policy_training", "prepare_for_generation/total")
 
 
 class Record(msgspec.Struct, frozen=True):
     """One line of steps.jsonl. kind: run, step, memory, bytes or done. loss in nats, ms of the
-    slowest rank, tx_bytes: what the NICs of all hosts sent during the arm's steps."""
+    slowest rank, tx_bytes: what the NICs of all hosts sent during the arm's steps. seconds: named
+    parts of a step, completions: of a GRPO step, tokens: their mean length."""
 
     v: int
     kind: str
@@ -35,6 +41,10 @@ class Record(msgspec.Struct, frozen=True):
     ms: float | None = None
     tx_bytes: int | None = None
     world: int | None = None
+    completions: int | None = None
+    reward: float | None = None
+    tokens: float | None = None
+    seconds: dict[str, float] = {}
     settings: dict[str, Any] = {}
 
 
@@ -58,20 +68,35 @@ def _record(where: str, line: bytes) -> Record:
     return found
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What the rules look at: the records of a cell, and what the row says they are of."""
+
+    records: Sequence[Record]
+    ranks: int
+    dispatcher: str
+    nics: int
+
+
 def judge(
-    cells: Mapping[str, tuple[str, Sequence[Record]]], ranks: int, *, arm: str, nics: int
+    cells: Mapping[str, tuple[str, Sequence[Record]]],
+    ranks: int,
+    *,
+    arm: str,
+    nics: int,
+    engine: str = "megatron-core",
 ) -> list[Check]:
-    """The checks of every cell (name -> its file in the drop and its records): it ran to its end
-    on every rank, over the arm's dispatcher, its loss fell, it agrees with the reference, and the
-    NICs carried it where there are any."""
+    """The checks of every cell (name -> its file in the drop and its records).
+
+    Engine and cell say what was run: what they do not know is a training. An arm's name begins with
+    its dispatcher's.
+    """
     checks = []
     for name, (file, records) in cells.items():
-        asked = (
-            _complete(records, ranks, arm), _learns(records), _parity(records),
-            _traffic(records, nics),
-        )  # fmt: skip
+        asked = Asked(records, ranks, arm.partition("-")[0], nics)
         place = Place(file, len(records))
-        checks += [_check(name, place, *answer) for answer in asked]
+        checks += [
+            _check(name, place, *rule(asked)) for rule in RULES.get((engine, name), TRAINING)
+        ]
     return checks
 
 
@@ -98,23 +123,28 @@ def _steps(records: Iterable[Record], role: str) -> list[Record]:
     return [record for record in records if record.kind == "step" and record.role == role]
 
 
-def _complete(records: Sequence[Record], ranks: int, arm: str) -> Answer:
-    kinds = [record.kind for record in records]
+def _complete(asked: Asked) -> Answer:
+    return _whole(asked, {role: 0 for role in ROLES})
+
+
+def _whole(asked: Asked, first: Mapping[str, int]) -> Answer:
+    """first: role -> the number of its first step."""
+    records, kinds = asked.records, [record.kind for record in asked.records]
     ends = kinds[:1] == ["run"] and kinds[-1:] == ["done"]
     once = kinds.count("run") == kinds.count("done") == 1
     planned = records[0].settings.get("steps") if records else None
-    want = [*range(planned + 1)] if isinstance(planned, int) and planned > 0 else None
-    seen = {role: [record.step for record in _steps(records, role)] for role in ROLES}
+    last = planned if isinstance(planned, int) and planned > 0 else None
+    want = {role: last and [*range(n, last + 1)] for role, n in first.items()}
+    seen = {role: [record.step for record in _steps(records, role)] for role in first}
     over = {record.dispatcher for record in _steps(records, "arm")}
     worlds = {record.world for record in records if record.kind == "run"}
-    whole = ends and once and worlds == {ranks} and over == {arm}
-    whole = whole and all(steps == want for steps in seen.values())
+    whole = ends and once and worlds == {asked.ranks} and over == {asked.dispatcher}
     told = ", ".join(f"{role} steps {steps}" for role, steps in seen.items())
     return (
         "complete",
-        "met" if whole else "failed" if records else "unchecked",
-        "the warm-up and every step ran on every rank, over the reference and over the arm",
-        f"world {ranks}, dispatcher {arm}, steps {want}",
+        "met" if whole and seen == want else "failed" if records else "unchecked",
+        "every step ran on every rank, over the arm and over its reference where it has one",
+        f"world {asked.ranks}, dispatcher {asked.dispatcher}, steps {want.get('arm')}",
         f"world {_listed(worlds)}, dispatcher {_listed(over)}, {told}",
         "Read the cell's log; run the lane again.",
     )
@@ -125,13 +155,16 @@ def _listed(found: Iterable[object]) -> str:
 
 
 def _sane(record: Record) -> bool:
-    figures = (record.loss, record.grad_norm, record.ms)
+    return _positive(record.loss, record.grad_norm, record.ms)
+
+
+def _positive(*figures: float | None) -> bool:
     return all(each is not None and math.isfinite(each) and each > 0 for each in figures)
 
 
-def _learns(records: Sequence[Record]) -> Answer:
+def _learns(asked: Asked) -> Answer:
     """A wrong exchange can be equal on both sides and still train nothing."""
-    steps = _steps(records, "arm")
+    steps = _steps(asked.records, "arm")
     losses = [record.loss for record in steps[1:] if record.loss is not None]
     sane = all(map(_sane, steps)) and len(losses) == len(steps) - 1
     fell = sane and len(losses) > 1 and losses == sorted(losses, reverse=True)
@@ -146,8 +179,8 @@ def _learns(records: Sequence[Record]) -> Answer:
     )
 
 
-def _parity(records: Sequence[Record]) -> Answer:
-    pairs = list(zip(_steps(records, "reference"), _steps(records, "arm"), strict=False))
+def _parity(asked: Asked) -> Answer:
+    pairs = _pairs(asked)
     known = [pair for pair in pairs if all(map(_sane, pair))]
     loss = max((abs(_of(a.loss) - _of(b.loss)) for a, b in known), default=math.inf)
     norm = max((abs(_of(a.grad_norm) / _of(b.grad_norm) - 1) for a, b in known), default=math.inf)
@@ -164,12 +197,80 @@ def _parity(records: Sequence[Record]) -> Answer:
     )
 
 
+def _pairs(asked: Asked) -> list[tuple[Record, Record]]:
+    roles = (_steps(asked.records, role) for role in ROLES)
+    return list(zip(*roles, strict=False))
+
+
+def _agrees(asked: Asked) -> Answer:
+    """The arm of a rollout is given the reference's tokens: only their probabilities can differ."""
+    pairs = _pairs(asked)
+    known = [(a, b) for a, b in pairs if _positive(a.loss, b.loss, b.ms)]
+    gap = max((abs(_of(a.loss) - _of(b.loss)) for a, b in known), default=math.inf)
+    equal = len(known) == len(pairs) and gap < ROLLOUT_TOLERANCE
+    return (
+        "parity",
+        "met" if equal else "failed" if pairs else "unchecked",
+        "the arm gives the same tokens the same log-probabilities as the plain all-to-all does",
+        f"means within {ROLLOUT_TOLERANCE} nats at every step",
+        f"they differ by {gap:.6f} at most" if known else "nothing to compare",
+        "The arm's exchange is wrong, or its tokens were cut: file the shape upstream.",
+    )
+
+
+def _led(asked: Asked) -> Answer:
+    return _whole(asked, {"arm": 1})
+
+
+def _rolled(asked: Asked) -> Answer:
+    """Real completions, as many as were asked for, and a loss that is a number."""
+    steps = _steps(asked.records, "arm")
+    want = asked.records[0].settings.get("completions") if asked.records else None
+    known = isinstance(want, int) and want > 0
+    real = [each.completions == want and _positive(each.tokens, each.ms) for each in steps]
+    finite = [each.loss is not None and math.isfinite(each.loss) for each in steps]
+    met = known and all(real) and all(finite)
+    return (
+        "rollouts",
+        "met" if met and steps else "failed" if steps else "unchecked",
+        "NeMo RL logged every completion of every step, and its loss is a number",
+        f"{want} completions a step",
+        ", ".join(f"{each.completions} of {_of(each.tokens):.0f} tokens" for each in steps)
+        or "no steps",
+        "Read the log from the step's head on; the sampler may have failed.",
+    )
+
+
+def _split(asked: Asked) -> Answer:
+    """The parts lie inside the step: more than its whole would be of another step."""
+    steps = _steps(asked.records, "arm")
+    shares = [_shares(each) for each in steps]
+    sound = [len(each) == len(PARTS) and sum(each.values()) <= 1.001 for each in shares]
+    last = shares[-1] if shares else {}
+    return (
+        "split",
+        "met" if steps and all(sound) else "failed" if steps else "unchecked",
+        "NeMo RL timed generation, training and refit of every step, inside its total",
+        f"{', '.join(PARTS)}, together no more than the step",
+        ", ".join(f"{name} {share:.0%}" for name, share in last.items()) or "no parts",
+        "NeMo RL's timing lines have changed: compare grpo.py with lanes/nemo-rl/drive.py.",
+    )
+
+
+def _shares(step: Record) -> dict[str, float]:
+    if step.ms is None or not _positive(step.ms):
+        return {}
+    held = {name: step.seconds[name] for name in PARTS if name in step.seconds}
+    return {name: s * 1e3 / step.ms for name, s in held.items() if math.isfinite(s) and s >= 0}
+
+
 def _of(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _traffic(records: Sequence[Record], nics: int) -> Answer:
-    sent = [record.tx_bytes for record in records if record.kind == "bytes"]
+def _traffic(asked: Asked) -> Answer:
+    nics = asked.nics
+    sent = [record.tx_bytes for record in asked.records if record.kind == "bytes"]
     count = sent[0] if len(sent) == 1 else None
     outcome: Outcome = "unchecked" if not nics else "met" if count else "failed"
     return (
@@ -180,6 +281,13 @@ def _traffic(records: Sequence[Record], nics: int) -> Answer:
         "no counter" if count is None else f"{count / 1e9:.3f} GB",
         "Read hw_counters/tx_bytes below /sys/class/infiniband on each host.",
     )
+
+
+TRAINING: Final = (_complete, _learns, _parity, _traffic)
+RULES: Final = {
+    ("nemo-rl", "rollout"): (_complete, _agrees, _traffic),
+    ("nemo-rl", "grpo"): (_led, _rolled, _split),
+}
 
 
 def rows(cell: str, records: Iterable[Record]) -> list[StepRow]:
@@ -193,6 +301,7 @@ def rows(cell: str, records: Iterable[Record]) -> list[StepRow]:
             loss=record.loss,
             grad_norm=record.grad_norm,
             ms=record.ms,
+            seconds=record.seconds,
         )
         for record in records
         if record.kind == "step" and record.step is not None

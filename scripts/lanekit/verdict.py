@@ -80,7 +80,8 @@ class MicroRow(msgspec.Struct, frozen=True):
 
 class StepRow(msgspec.Struct, frozen=True):
     """One training step. role: `reference` or `arm`; step 0 is the warm-up. loss in nats, grad_norm
-    over all ranks, ms: wall time of the slowest rank; None is a figure that was not there."""
+    over all ranks, ms: wall time of the slowest rank; None is a figure that was not there. seconds:
+    the named parts of a step, where its program times them."""
 
     cell: str
     role: str
@@ -89,6 +90,7 @@ class StepRow(msgspec.Struct, frozen=True):
     loss: float | None
     grad_norm: float | None
     ms: float | None
+    seconds: dict[str, float] = {}
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -97,6 +97,33 @@ def test_a_flex_arm_trains_as_the_plain_all_to_all(
     assert losses(tmp_path, "arm") == pytest.approx(losses(tmp_path, "reference"), abs=1e-5)
 
 
+def test_a_rollout_over_v2_agrees_with_the_plain_all_to_all(
+    python: Path, seamed: Path, tmp_path: Path
+) -> None:
+    small = [word for word in SHAPE if not word.startswith(("--sequences", "--lr"))]
+    command = [
+        *(str(python), str(paths.LANES / "nemo-rl" / "drive.py"), "rollout", "--arm=v2"),
+        *(f"--out={tmp_path}", "--ranks=2", f"--port={planning.free_port()}"),
+        *(*small, "--sequences=4", "--steps=3"),
+    ]
+    own = {
+        "MCORE_DEEPEP_V2": "1",
+        "MCORE_DEEPEP_V2_MAX_TOKENS_PER_RANK": "256",
+        "PYTHONPATH": f"{seamed}:{Path(__file__).parent / 'standin'}",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, env={**os.environ, **own}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("deep_ep.ElasticBuffer constructed") == 2
+    cells = {"rollout": (training.NAME, training.read(tmp_path / training.NAME))}
+    checks = training.judge(cells, 2, arm="v2-rollout", nics=0, engine="nemo-rl")
+    assert [each.id for each in checks if each.outcome != "met"] == ["rollout-traffic"]
+    assert losses(tmp_path, "arm") == pytest.approx(losses(tmp_path, "reference"), abs=1e-5)
+
+
 def test_an_arm_without_its_buffer_is_refused(python: Path, seamed: Path, tmp_path: Path) -> None:
     path = f"{seamed}:{Path(__file__).parent / 'standin'}"
     with pytest.raises(AssertionError, match="arm v2, but MCORE_DEEPEP_V2 is off"):

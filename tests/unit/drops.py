@@ -568,8 +568,8 @@ def drop(
     fleet = spec.profile(profile)
     host, ranks = HOSTS[0] if fleet.hosts > 1 else "here", fleet.ranks
     lines = edit(log(name))
-    if lane == "megatron":
-        training(root / lane / "c4", ranks, arm)
+    if lane in ("megatron", "nemo-rl"):
+        training(root / lane / "c4", ranks, arm.partition("-")[0])
     elif lane in DRIVERS:
         lines += micro(root / lane / "c4", exchanged(ranks))
     else:

@@ -1,0 +1,244 @@
+"""The nemo-rl lane: NeMo RL's log read, its commands made, its drops judged.
+
+LOG has the lines that nemo_rl/algorithms/grpo.py of 46be4e8 prints (1416-1424, 2112-2149); the
+parser was also run over what that code itself printed (2026-11-30). No log of a real run is public.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lanekit import compare, paths, published, training
+from lanekit.verdict import Verdict
+
+BEGIN = """\
+▶ Worker Initialization Timing:
+  • vllm: 9.00s (1.0%)
+========================= Epoch 1/1 =========================
+"""
+LOG = """\
+
+========================= Step {step}/3 =========================
+▶ Preparing batch...
+(MegatronPolicyWorker pid=9) [lane-evidence] v=1 host=a pid=9 rank=0 local_rank=0 world=16
+
+📊 Training Results:
+  • Loss: {loss}
+  • Generation KL Error: 0.0004
+  • Avg Reward: 0.3750
+  • Mean Generation Length: 927.0312
+
+⏱️  Timing:
+  • Total step time: 85.00s
+  • generation: 52.70s (62.0%)
+  • policy_and_reference_logprobs: 9.10s (10.7%)
+  • policy_training: 6.80s (8.0%)
+  • prepare_for_generation/total: 3.60s (4.2%)
+  • prepare_for_generation/transfer_and_update_weights: 3.40s (4.0%)
+  • Average Token Imbalance: 3.20%
+"""
+
+
+@pytest.fixture(scope="module")
+def drive() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("drive", paths.LANES / "nemo-rl" / "drive.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["drive"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def log(*losses: str) -> list[str]:
+    text = "".join(LOG.format(step=n, loss=loss) for n, loss in enumerate(losses, 1))
+    return (BEGIN + text).splitlines(keepends=True)
+
+
+def test_every_figure_of_a_step_is_read(drive: ModuleType) -> None:
+    first, second = drive.steps(log("0.0123", "-0.0456"))
+    assert (first.step, second.step) == (1, 2)
+    assert (first.loss, second.loss) == (0.0123, -0.0456)
+    assert (first.reward, first.tokens, first.total_s) == (0.375, 927.0312, 85.0)
+    assert first.seconds == {
+        "generation": 52.7,
+        "policy_and_reference_logprobs": 9.1,
+        "policy_training": 6.8,
+        "prepare_for_generation/total": 3.6,
+        "prepare_for_generation/transfer_and_update_weights": 3.4,
+    }
+
+
+def test_a_cut_log_gives_what_it_holds(drive: ModuleType) -> None:
+    cut = log("0.1", "0.2")
+    cut = cut[: cut.index("  • Total step time: 85.00s\n")] + cut[-3:]
+    (step,) = drive.steps(cut)
+    assert step.total_s is None
+    assert step.seconds == {}
+    assert drive.steps([]) == []
+
+
+def test_a_loss_that_is_no_number_is_null(drive: ModuleType, tmp_path: Path) -> None:
+    (record,) = drive.records(drive.steps(log("nan")), "v1", tmp_path)
+    assert json.loads(json.dumps(record))["loss"] is None
+
+
+def test_completions_are_counted_where_nemo_rl_logged_them(
+    drive: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "exp_001").mkdir()
+    (tmp_path / "exp_001" / "train_data_step1.jsonl").write_text("{}\n" * 32)
+    assert drive.completions(tmp_path, 1) == 32
+    assert drive.completions(tmp_path, 2) is None
+
+
+def options(drive: ModuleType, *more: str) -> Any:
+    words = ("grpo", "--arm=v2", "--out=x", "--hosts=2", "--ranks=8", "--model=M")
+    return drive.parse_options([*words, *more])
+
+
+def test_the_command_spans_the_fleet_and_takes_more_settings(drive: ModuleType) -> None:
+    command = drive.command(options(drive, "--checkout=/c", "grpo.seed=7"), Path("logs"))
+    assert command[1] == "/c/examples/run_grpo.py"
+    for setting in (
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=8",
+        "policy.megatron_cfg.expert_model_parallel_size=16",
+        "policy.megatron_cfg.moe_enable_deepep=true",
+        "policy.model_name=M",
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=8",
+        "grpo.max_num_steps=3",
+    ):
+        assert setting in command
+    assert command[-1] == "grpo.seed=7"
+
+
+def test_no_rank_s_evidence_is_folded_away(drive: ModuleType) -> None:
+    assert drive.worker_environment({"A": "1"}) == {
+        "A": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    }
+
+
+# --- judged
+
+
+Edit = Callable[[list[dict[str, Any]]], object]
+
+
+@pytest.fixture
+def grpo(drive: ModuleType, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Outcomes by rule of a whole run's records, after an edit."""
+
+    def outcomes(edit: Edit = list, arm: str = "v2-grpo") -> dict[str, str]:
+        logged = tmp_path / "logged"
+        logged.mkdir()
+        for step in (1, 2, 3):
+            (logged / f"train_data_step{step}.jsonl").write_text("{}\n" * 32)
+        chosen = options(drive)
+        chosen.out = tmp_path
+        drive.write(chosen, drive.steps(log("0.1", "-0.2", "0.3")), logged, whole=True)
+        path = tmp_path / training.NAME
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        edit(lines)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        cells = {"grpo": (training.NAME, training.read(path))}
+        checks = training.judge(cells, 16, arm=arm, nics=16, engine="nemo-rl")
+        return {each.id.removeprefix("grpo-"): each.outcome for each in checks}
+
+    return outcomes
+
+
+def step(number: int, **fields: object) -> Edit:
+    return lambda lines: lines[number].update(fields)
+
+
+def test_a_whole_run_meets_every_rule(grpo: Callable[..., dict[str, str]]) -> None:
+    assert grpo() == {"complete": "met", "rollouts": "met", "split": "met"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (lambda lines: lines.pop(), "complete"),
+        (lambda lines: lines.remove(lines[2]), "complete"),
+        (step(0, world=8), "complete"),
+        (step(2, dispatcher="v1"), "complete"),
+        (step(2, completions=31), "rollouts"),
+        (step(2, completions=None), "rollouts"),
+        (step(2, loss=None), "rollouts"),
+        (step(2, tokens=0.0), "rollouts"),
+        (step(2, seconds={}), "split"),
+        (step(2, ms=None), "split"),
+        (step(2, ms=60_000.0), "split"),
+        (step(2, seconds={"generation": 1.0, "policy_training": 1.0}), "split"),
+    ],
+)
+def test_a_broken_run_fails_its_rule(
+    grpo: Callable[..., dict[str, str]], edit: Edit, rule: str
+) -> None:
+    assert grpo(edit)[rule] == "failed"
+
+
+def test_another_arm_than_the_row_s_is_refused(grpo: Callable[..., dict[str, str]]) -> None:
+    assert grpo(arm="v1-grpo")["complete"] == "failed"
+
+
+def rollout(tmp_path: Path, edit: Edit = list, engine: str = "nemo-rl") -> dict[str, str]:
+    lines: list[dict[str, Any]] = [{"v": 1, "kind": "run", "world": 2, "settings": {"steps": 2}}]
+    for role, dispatcher in (("reference", "alltoall"), ("arm", "v2")):
+        fixed = {"v": 1, "kind": "step", "role": role, "dispatcher": dispatcher, "ms": 9.0}
+        lines += [{**fixed, "step": n, "loss": 5.7 + n / 10} for n in (0, 1, 2)]
+    lines += [{"v": 1, "kind": "bytes", "tx_bytes": 5}, {"v": 1, "kind": "done"}]
+    edit(lines)
+    path = tmp_path / training.NAME
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells = {"rollout": (training.NAME, training.read(path))}
+    checks = training.judge(cells, 2, arm="v2-rollout", nics=16, engine=engine)
+    return {each.id.removeprefix("rollout-"): each.outcome for each in checks}
+
+
+def test_a_rollout_agrees_with_its_reference(tmp_path: Path) -> None:
+    assert rollout(tmp_path) == {"complete": "met", "parity": "met", "traffic": "met"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (step(5, loss=5.82), "parity"),
+        (step(5, loss=None), "parity"),
+        (step(5, ms=0.0), "parity"),
+        (lambda lines: lines.remove(lines[6]), "complete"),
+        (step(7, tx_bytes=0), "traffic"),
+    ],
+)
+def test_a_broken_rollout_fails_its_rule(tmp_path: Path, edit: Edit, rule: str) -> None:
+    assert rollout(tmp_path, edit)[rule] == "failed"
+
+
+def test_a_training_cannot_be_judged_as_a_rollout(tmp_path: Path) -> None:
+    assert rollout(tmp_path, engine="megatron-core")["learns"] == "failed"
+
+
+def test_the_split_stands_beside_the_published_one(drive: ModuleType, tmp_path: Path) -> None:
+    lines = drive.records(drive.steps(log("0.1", "0.2", "0.3")), "v1", tmp_path)
+    read = [training.Record(**each) for each in lines]
+    verdict = Verdict(
+        "d", "proven", "", lane="nemo-rl", arm="v1-grpo", profile="p5en-x2",
+        steps=tuple(training.rows("grpo", read)),
+    )  # fmt: skip
+    found = compare.measured(verdict, "grpo")
+    found = {name: value for name, value in found.items() if not name.startswith("loss_")}
+    assert found == pytest.approx(
+        {"generation_percent": 62.0, "training_percent": 8.0, "refit_percent": 4.0, "refit_s": 3.4}
+    )
+    beside = {line.figure.metric for line in compare.lines(published.load(), verdict, "grpo")}
+    assert set(found) <= beside
