@@ -53,7 +53,13 @@ def test_a_hunk_that_does_not_fit_fails_the_build(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("image", "folder"), [("vllm", "vllm"), ("sglang", "sglang"), ("trtllm", "tensorrt-llm")]
+    ("image", "folder"),
+    [
+        ("vllm", "vllm"),
+        ("sglang", "sglang"),
+        ("trtllm", "tensorrt-llm"),
+        ("megatron", "megatron-lm"),
+    ],
 )
 def test_the_image_applies_the_series_of_its_pinned_version(image: str, folder: str) -> None:
     target = images.definition("2026-07", images.Roots())["target"][image]
