@@ -42,6 +42,7 @@ MET: Final = {
     "lscpu": "FileNotFoundError: [Errno 2] No such file or directory: 'lscpu'",
     "disk-full": "OSError: [Errno 28] No space left on device",
     "address-in-use": "OSError: [Errno 98] Address already in use",
+    "legacy-refused": "RuntimeError: lane-evidence: legacy deep_ep.Buffer refused, this lane needs",
     "keep-alive": "aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected",
 }  # fmt: skip
 
