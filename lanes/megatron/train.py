@@ -384,9 +384,9 @@ def joined(options: argparse.Namespace) -> Iterator[Place]:
     place = Place(rank, world, options.device, sink)
     say_who(place, options)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    place.write("run", world=world, settings=settings, **versions(options))
+    place.write("run", world=world, settings=settings, started=time.time(), **versions(options))
     yield place
-    place.write("done")
+    place.write("done", ended=time.time())
     forget_buffer()
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ import msgspec
 
 from lanekit import (
     answers,
+    batch,
     coherence,
     contract,
     exchanges,
@@ -186,23 +187,23 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
     checks = [*checks, _all_cells(manifest)]
     if trains:
         return _trained(subject, manifest, facts, files, checks)
-    cells = {cell: _taken(subject, manifest, cell, path) for cell, path in files.items()}
+    cells = {c: _taken(subject, manifest, c, micro.read(path)) for c, path in files.items()}
     found = judged(subject, facts, (), [*checks, *exchanges.judge(cells, profile.ranks)],
                    run=row.clock(manifest))  # fmt: skip
     rows = (each for cell, taken in cells.items() for each in micro.rows(cell, taken.records))
     return msgspec.structs.replace(found, micro=tuple(rows))
 
 
-def _taken(subject: Subject, manifest: Manifest, cell: str, path: Path) -> exchanges.Taken:
-    """A cell of the micro lane beside its command, its log and the run's clock."""
+def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[object]) -> batch.Taken:
+    """A cell's records beside its command, its log and the run's clock."""
     planned = _at(manifest.plan, "cells", cell)
     log, command = subject.root / str(_at(planned, "log")), _at(planned, "command")
     printed: frozenset[tuple[str, ...]] = frozenset()
     if log in subject.files:
         with logs.errors(log), logs.opened(log) as stream:
-            printed = exchanges.printed(stream)
+            printed = batch.printed(stream)
     words = tuple(map(str, command)) if isinstance(command, list) else ()
-    return exchanges.Taken(micro.read(path), words, printed, row.clock(manifest))
+    return batch.Taken(found, words, printed, row.clock(manifest))
 
 
 def _trained(
@@ -214,14 +215,17 @@ def _trained(
 ) -> Verdict:
     """A lane that trained: its steps beside those of the reference."""
     cells = {
-        cell: (path.relative_to(subject.root).as_posix(), training.read(path))
+        cell: (
+            path.relative_to(subject.root).as_posix(),
+            _taken(subject, manifest, cell, training.read(path)),
+        )
         for cell, path in files.items()
     }
     ranks, nics = facts.profile.ranks, facts.profile.nics
     engine = str(manifest.plan["engine"])
     steps = training.judge(cells, ranks, arm=subject.arm, nics=nics, engine=engine)
     found = judged(subject, facts, (), [*checks, *steps], run=row.clock(manifest))
-    rows = (each for cell, (_, lines) in cells.items() for each in training.rows(cell, lines))
+    rows = (x for cell, (_, taken) in cells.items() for x in training.rows(cell, taken.records))
     return msgspec.structs.replace(found, steps=tuple(rows))
 
 

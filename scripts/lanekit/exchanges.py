@@ -1,48 +1,17 @@
-"""Judge a cell of the micro lane: its records, beside its plan, its log and the run's clock. Pure,
-but for the program's own reading of its options."""
+"""Judge a cell of the micro lane: its records, beside its plan, its log and the run's clock."""
 
-import argparse
-import contextlib
-import datetime
-import functools
-import importlib.util
-import io
 import itertools
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, Final
+from typing import Final
 
-import msgspec
-
-from lanekit import load, paths
-from lanekit.errors import ConfigError
+from lanekit import batch
+from lanekit.batch import Taken
 from lanekit.micro import NAME, Record, Shape, rows
 from lanekit.verdict import Check, Outcome, Place
 
-PROGRAM: Final = "ep_bench.py"
 EXCHANGES: Final = ("dispatch", "combine", "pair")
-LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
-EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
-SHOWN: Final = 8  # of what is wrong
-
-
-class Taken(msgspec.Struct, frozen=True):
-    """A cell as it was taken. command: the planned one. log: words of the lines that it printed and
-    that may be rows of its table. run: what the manifest says of time."""
-
-    records: Sequence[Record]
-    command: tuple[str, ...]
-    log: frozenset[tuple[str, ...]]
-    run: load.Run | None
-
-
-def printed(stream: BinaryIO) -> frozenset[tuple[str, ...]]:
-    """The lines of a log that may be rows of the program's table, as words."""
-    lines = iter(lambda: stream.readline(LINE), b"")
-    split = (line.decode(errors="replace").split() for line in lines)
-    return frozenset(tuple(words) for words in split if 8 <= len(words) <= 11)
 
 
 def judge(cells: Mapping[str, Taken], ranks: int) -> list[Check]:
@@ -52,14 +21,15 @@ def judge(cells: Mapping[str, Taken], ranks: int) -> list[Check]:
     A shape that was timed before it was checked refutes: fast garbage is not a result.
     """
     found = [check for name, taken in cells.items() for check in _cell(name, taken, ranks)]
-    return [*found, _clocks(cells)]
+    return [*found, batch.clocks(cells)]
 
 
 def _cell(name: str, taken: Taken, ranks: int) -> Iterator[Check]:
     records, place = taken.records, Place(f"micro/{name}/{NAME}", len(taken.records))
     timed = {r.shape for r in records if r.kind == "time" and r.op in EXCHANGES}
     whole, figures = list(_whole(records, ranks)), list(_figures(records, ranks))
-    planned, said = _as_planned(taken), list(_said(taken))
+    planned = _as_planned(taken)
+    told, unsaid = batch.said(taken, _table(records))
     empty: Outcome = "met" if records else "unchecked"
     answers: tuple[tuple[str, Outcome, Sequence[str], str], ...] = (
         ("complete", empty, whole, "the program ran to its end on every rank"),
@@ -68,23 +38,11 @@ def _cell(name: str, taken: Taken, ranks: int) -> Iterator[Check]:
          "figures can be of one measurement"),
         ("planned", "unchecked" if planned is None else empty, planned or (),
          "it measured the planned shapes, as often as planned"),
-        ("printed", "unchecked" if len(said) in (1, 2) else empty, said,
-         "its log shows the same figures"),
+        ("printed", told if records else "unchecked", unsaid, "its log shows the same figures"),
     )  # fmt: skip
+    seen = f"{len(timed)} shapes on {ranks} ranks"
     for what, good, wrong, why in answers:
-        bad: Outcome = good if good == "unchecked" else "failed"
-        yield Check(
-            id=f"{name}-{what}",
-            group="load",
-            severity="required",
-            outcome=bad if wrong else good,
-            why=why,
-            expected=f"{len(timed)} shapes on {ranks} ranks",
-            actual="; ".join(wrong[:SHOWN]) or f"{len(timed)} shapes",
-            first=place,
-            last=place,
-            remedy="Read the cell's log; run the lane again." if wrong or good != "met" else "",
-        )
+        yield batch.check(f"{name}-{what}", place, why, good=good, wrong=wrong, seen=seen)
 
 
 def _whole(records: Sequence[Record], ranks: int) -> Iterator[str]:
@@ -177,19 +135,10 @@ def _carried(shape: Shape, moved: Mapping[str, int], ranks: int) -> str:
 def _as_planned(taken: Taken) -> list[str] | None:
     """What was measured and not planned, or planned and not measured; None where the command does
     not say what was planned."""
-    program = _program()
-    at = next((n for n, word in enumerate(taken.command) if word.endswith(f"/{PROGRAM}")), None)
-    options = None if at is None else _options(taken.command[at + 1 :])
-    usual = _options(["--backend", options.backend, "--out", "."]) if options else None
-    if options is None or usual is None:
+    found = batch.options(taken)
+    if found is None:
         return None
-    said = next((r.settings for r in taken.records if r.kind == "run"), {})
-    settings = {**vars(usual), **said}  # an option that is newer than the records was not set
-    wrong = [
-        f"{key} {settings[key]}, planned {value}"
-        for key, value in vars(options).items()
-        if key != "out" and settings[key] != value
-    ]
+    program, options, wrong = found
     shapes = [Shape(x.dtype, x.tokens, x.hidden, x.topk, x.experts, x.max_tokens, x.sms)
               for x in program.shapes(options)]  # fmt: skip
     seen: dict[tuple[str, str, Shape | int], list[int]] = defaultdict(list)
@@ -209,60 +158,10 @@ def _as_planned(taken: Taken) -> list[str] | None:
     return wrong
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace | None:
-    """The program's options as words state them; None where it would not start with them."""
-    quiet = io.StringIO()
-    with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
-        try:
-            found: argparse.Namespace = _program().parse_options(words)
-        except SystemExit:
-            return None
-    return found
-
-
-@functools.cache
-def _program() -> Any:
-    """lanes/micro/ep_bench.py, which alone knows its options and what follows from them."""
-    name = "lane_micro_ep_bench"
-    made = importlib.util.spec_from_file_location(name, paths.ROOT / "lanes" / "micro" / PROGRAM)
-    if made is None or made.loader is None:
-        raise ConfigError(f"lanes/micro/{PROGRAM} is missing", remedy="Restore it.")
-    module = importlib.util.module_from_spec(made)
-    sys.modules[name] = module  # where dataclasses look for their annotations
-    made.loader.exec_module(module)
-    return module
-
-
-def _said(taken: Taken) -> Iterator[str]:
-    """Rows that the cell's log does not hold: the program prints them all at its end."""
-    for row in rows("", taken.records):
+def _table(records: Sequence[Record]) -> Iterator[list[str]]:
+    """The rows that the program prints at its end, as words."""
+    for row in rows("", records):
         tokens = [row.dtype, str(row.tokens)] if row.tokens else []
-        figures = [f"{x:.1f}" for x in (row.p50_us, row.min_us, row.max_us)] + [f"{row.spread:.1%}"]
-        wanted = [row.op, row.mode.partition(",")[0], *tokens, str(row.bytes), *figures]
-        if not any(_within(wanted, line) for line in taken.log):
-            yield f"{row.op} {row.mode} {row.dtype} {row.tokens or row.bytes}: not in the log"
-
-
-def _within(wanted: Sequence[str], line: Sequence[str]) -> bool:
-    """Whether a line holds all words in their order."""
-    left = iter(line)
-    return all(word in left for word in wanted)
-
-
-def _clocks(cells: Mapping[str, Taken]) -> Check:
-    """Every cell ran within the run that its manifest tells of. Records of before 2026-12 state no
-    time: that is noted."""
-    absent, wrong = [], []
-    after: datetime.datetime | None = None
-    for name, taken in cells.items():
-        starts = [r.started for r in taken.records if r.started is not None]
-        ends = [r.ended for r in taken.records if r.ended is not None]
-        if len(starts) != 1 or len(ends) != 1 or taken.run is None:
-            absent.append(f"{name}: its records state no time")
-        elif not EPOCHS[0] <= starts[0] <= ends[0] < EPOCHS[1]:
-            wrong.append(f"{name}: its records state a time that no clock shows")
-        else:
-            window = load.window(starts[0], ends[0])
-            wrong += [f"{name}: {why}" for why in load.against_run(name, window, after, taken.run)]
-            after = window.last
-    return load.one_time(wrong, absent, required=len(absent) < len(cells))
+        figures = [f"{x:.1f}" for x in (row.p50_us, row.min_us, row.max_us)]
+        yield [row.op, row.mode.partition(",")[0], *tokens, str(row.bytes), *figures,
+               f"{row.spread:.1%}"]  # fmt: skip

@@ -124,7 +124,8 @@ class GatePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256.
+    """A frozen run. Names and units are as in lanekit.spec. patches: series -> its sha256. A field
+    that comes later has a default: plans of older drops are read again.
 
     hosts: in the order of their ranks, the leader first. ports: of the leader, by name; `port` is
     the server's. extra_env: given by ENV=. lane_sha256: of all files that it follows from. files:

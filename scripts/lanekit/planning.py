@@ -253,7 +253,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         prefill=lane.arms[chosen.arm].prefill,
         gate=None if batch else _gate(options, chosen),
         extra_env=chosen.extra_env,
-        lane_sha256=digest(chosen),
+        lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
         files=chosen.files,
         backends=tuple(f"http://{address}:{port}" for _, address, port in chosen.backends),
     )
@@ -293,7 +293,7 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         cells=_cells(chosen, spec.cells(lane, plan.arm, plan.cells)) if plan.cells else {},
         patches=_series(lane.arms[plan.arm]),
         prefill=lane.arms[plan.arm].prefill,
-        lane_sha256=digest(chosen),
+        lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
     )
 
 
@@ -303,14 +303,13 @@ def _shape(plan: Plan, chosen: Choice) -> dict[str, int]:
     return model.shape if plan.model.source == model.source else {}
 
 
-def digest(chosen: Choice) -> str:
+def digest(lane: spec.Lane, arm: str, profile: str) -> str:
     """The sha256 of all that a plan follows from: files of the lane and the profile, the variables
     of transports, the arm's patch series."""
-    folder = paths.LANES / chosen.lane.name
-    found = repr(sorted(_series(chosen.lane.arms[chosen.arm]).items()))
-    profile = paths.PROFILES / f"{chosen.profile.name}.toml"
-    own = [folder / name for name in ("lane.toml", "serve.yaml", *chosen.lane.files)]
-    for path in (*own, profile, paths.VARIABLES):
+    folder = paths.LANES / lane.name
+    found = repr(sorted(_series(lane.arms[arm]).items()))
+    for path in (folder / "lane.toml", folder / "serve.yaml", paths.PROFILES / f"{profile}.toml",
+                 paths.VARIABLES):  # fmt: skip
         found += f" {sha256(path)}"
     return hashlib.sha256(found.encode()).hexdigest()
 

@@ -14,6 +14,7 @@ import msgspec
 
 from lanekit import contract, load, paths, spec
 from lanekit.clock import Window
+from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
 from lanekit.plan import Plan
@@ -91,22 +92,29 @@ def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
     another than the drop was made with, this is noted: a row is not refuted by later tuning."""
     from lanekit import planning  # noqa: PLC0415  (0.2 s, and no stranger's drop needs it)
 
-    why = "commands, variables, load and patches are those that the lane plans"
+    row, told = manifest.row, ""
+    unchanged = planning.digest(known, row.arm, row.profile) == manifest.plan.get("lane_sha256")
     try:
         plan = msgspec.convert(manifest.plan, Plan)
         today = planning.again(plan, known)
     except (msgspec.ValidationError, ConfigError, KeyError) as error:
-        found = _check("lane", "unchecked", why, f"cannot be planned again: {error}", manifest)
-        return msgspec.structs.replace(found, severity="noted")
-    differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
-    differ += [] if manifest.patches == plan.patches else ["patches other than planned"]
-    if plan.lane_sha256 == today.lane_sha256 or not differ:
-        told = "; ".join(differ) or "as the lane plans"
-        return _check("lane", "failed" if differ else "met", why, told, manifest)
-    told = f"the lane has changed since, or the plan: {'; '.join(differ)}"
-    return msgspec.structs.replace(
-        _check("lane", "unchecked", why, told, manifest), severity="noted"
+        told = f"cannot be planned again: {error}"
+    else:
+        differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
+        told = "; ".join([*differ, *([] if manifest.patches == plan.patches else ["patches"])])
+    found = _check(
+        "lane",
+        "met" if not told else "failed" if unchanged else "unchecked",
+        "commands, variables, load and patches are those that the lane plans",
+        "as the lane plans"
+        if not told
+        else told
+        if unchanged
+        else f"the lane has changed since, or the plan: {told}",
+        manifest,
     )
+    severity: Severity = "noted" if told and not unchanged else "required"
+    return msgspec.structs.replace(found, severity=severity)
 
 
 def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:

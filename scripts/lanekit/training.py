@@ -1,13 +1,14 @@
 """What a training lane's program leaves: its steps read, judged, and laid beside the reference."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from lanekit import reading
+from lanekit import batch, reading
+from lanekit.batch import Taken
 from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place, StepRow
 
@@ -15,6 +16,7 @@ FORMAT: Final = 1  # of steps.jsonl
 NAME: Final = "steps.jsonl"
 ENGINES: Final = ("megatron-core", "nemo-rl")
 ROLES: Final = ("reference", "arm")
+REFERENCE: Final = "alltoall"  # the plain dispatcher
 # Equal to three decimals, as the published campaign said of V1 and V2 (2026-07). The gradients of
 # two exchanges are added in another order, so their norm is compared relatively.
 LOSS_TOLERANCE: Final = 0.001
@@ -29,7 +31,8 @@ PARTS: Final = ("generation", "policy_training", "prepare_for_generation/total")
 class Record(msgspec.Struct, frozen=True):
     """One line of steps.jsonl. kind: run, step, memory, bytes or done. loss in nats, ms of the
     slowest rank, tx_bytes: what the NICs of all hosts sent during the arm's steps. seconds: named
-    parts of a step, completions: of a GRPO step, tokens: their mean length."""
+    parts of a step, completions: of a GRPO step, tokens: their mean length. started, ended: seconds
+    since the epoch."""
 
     v: int
     kind: str
@@ -46,6 +49,8 @@ class Record(msgspec.Struct, frozen=True):
     tokens: float | None = None
     seconds: dict[str, float] = {}
     settings: dict[str, Any] = {}
+    started: float | None = None
+    ended: float | None = None
 
 
 def read(path: Path) -> list[Record]:
@@ -78,26 +83,60 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def judge(
-    cells: Mapping[str, tuple[str, Sequence[Record]]],
+    cells: Mapping[str, tuple[str, Taken]],
     ranks: int,
     *,
     arm: str,
     nics: int,
     engine: str = "megatron-core",
 ) -> list[Check]:
-    """The checks of every cell (name -> its file in the drop and its records).
+    """The checks of every cell (name -> its file in the drop, and how it was taken).
 
     Engine and cell say what was run: what they do not know is a training. An arm's name begins with
     its dispatcher's.
     """
     checks = []
-    for name, (file, records) in cells.items():
-        asked = Asked(records, ranks, arm.partition("-")[0], nics)
-        place = Place(file, len(records))
+    for name, (file, taken) in cells.items():
+        asked = Asked(taken.records, ranks, arm.partition("-")[0], nics)
+        place = Place(file, len(taken.records))
         checks += [
             _check(name, place, *rule(asked)) for rule in RULES.get((engine, name), TRAINING)
         ]
-    return checks
+        checks += _beside(name, place, taken) if engine == "megatron-core" else []
+    return [*checks, batch.clocks({name: taken for name, (_, taken) in cells.items()})]
+
+
+def _beside(name: str, place: Place, taken: Taken) -> list[Check]:
+    """The records of train.py beside the planned command and the log."""
+    found, empty = batch.options(taken), not taken.records
+    told, unsaid = batch.said(taken, _table(taken.records))
+    seen = f"{len(_steps(taken.records, 'arm'))} steps of the arm"
+    return [
+        batch.check(
+            f"{name}-planned",
+            place,
+            "it trained as planned",
+            good="unchecked" if found is None or empty else "met",
+            wrong=found[2] if found else (),
+            seen=seen,
+        ),
+        batch.check(
+            f"{name}-printed",
+            place,
+            "its log shows the same figures",
+            good="unchecked" if empty else told,
+            wrong=unsaid,
+            seen=seen,
+        ),
+    ]
+
+
+def _table(records: Iterable[Record]) -> Iterator[list[str]]:
+    """The lines that train.py prints as it goes, as words."""
+    for r in rows("", records):
+        figures = [_of(x) for x in (r.loss, r.grad_norm, r.ms)]
+        yield [r.role, r.dispatcher, "step", str(r.step), "loss", f"{figures[0]:.4f}",
+               "grad-norm", f"{figures[1]:.4f}", f"{figures[2]:.1f}", "ms"]  # fmt: skip
 
 
 Answer = tuple[str, Outcome, str, str, str, str]  # id, outcome, why, expected, actual, remedy
@@ -139,6 +178,9 @@ def _whole(asked: Asked, first: Mapping[str, int]) -> Answer:
     over = {record.dispatcher for record in _steps(records, "arm")}
     worlds = {record.world for record in records if record.kind == "run"}
     whole = ends and once and worlds == {asked.ranks} and over == {asked.dispatcher}
+    roles = [record.role for record in records if record.kind == "step"]
+    plain = {record.dispatcher for record in _steps(records, "reference")}
+    whole = whole and roles == sorted(roles, reverse=True) and plain <= {REFERENCE}
     told = ", ".join(f"{role} steps {steps}" for role, steps in seen.items())
     return (
         "complete",
@@ -278,7 +320,7 @@ def _traffic(asked: Asked) -> Answer:
         outcome,
         "the NICs sent bytes during the arm's steps",
         "more than 0 bytes" if nics else "nothing: the fleet has no NIC",
-        "no counter" if count is None else f"{count / 1e9:.3f} GB",
+        "no NIC to ask" if not nics else "no counter" if count is None else f"{count / 1e9:.3f} GB",
         "Read hw_counters/tx_bytes below /sys/class/infiniband on each host.",
     )
 

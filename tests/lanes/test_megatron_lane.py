@@ -1,6 +1,7 @@
 """Real Megatron Core trained on processors: the lane itself, and both flex arms over two ranks with
 a stand-in of deep_ep that exchanges over gloo. Minutes; `make test-all`."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import envs, patches, paths, planning, training, verify
+from lanekit import batch, envs, patches, paths, planning, training, verify
 
 pytestmark = pytest.mark.lane
 SERIES = "megatron-lm/0.16.1"
@@ -92,8 +93,10 @@ def test_a_flex_arm_trains_as_the_plain_all_to_all(
     said = train(python, tmp_path, arm, 2, path, **(cap if arm == "v2" else {}))
     assert said.count(f"deep_ep.{buffer} constructed") == 2
     records = training.read(tmp_path / training.NAME)
-    checks = training.judge({"steps": (training.NAME, records)}, 2, arm=arm, nics=0)
-    assert [each.id for each in checks if each.outcome != "met"] == ["steps-traffic"]
+    command = ("python", "train.py", "--arm", arm, "--out", str(tmp_path), *SHAPE)
+    taken = batch.Taken(records, command, batch.printed(io.BytesIO(said.encode())), None)
+    checks = training.judge({"steps": (training.NAME, taken)}, 2, arm=arm, nics=0)
+    assert [x.id for x in checks if x.outcome != "met"] == ["steps-traffic", "same-run"]
     assert losses(tmp_path, "arm") == pytest.approx(losses(tmp_path, "reference"), abs=1e-5)
 
 
@@ -118,9 +121,9 @@ def test_a_rollout_over_v2_agrees_with_the_plain_all_to_all(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("deep_ep.ElasticBuffer constructed") == 2
-    cells = {"rollout": (training.NAME, training.read(tmp_path / training.NAME))}
+    cells = {"rollout": (training.NAME, batch.Taken(training.read(tmp_path / training.NAME)))}
     checks = training.judge(cells, 2, arm="v2-rollout", nics=0, engine="nemo-rl")
-    assert [each.id for each in checks if each.outcome != "met"] == ["rollout-traffic"]
+    assert [x.id for x in checks if x.outcome != "met"] == ["rollout-traffic", "same-run"]
     assert losses(tmp_path, "arm") == pytest.approx(losses(tmp_path, "reference"), abs=1e-5)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lanekit import contract, exchanges, planning, spec
+from lanekit import batch, contract, planning, spec
 from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan
 
 SHARED: Final = Path(
@@ -340,7 +340,9 @@ def lanes(root: Path) -> Path:
         found = [row[1:] for row in rows if row[0] == lane]
         arms: dict[str, dict[str, Any]] = {}
         for arm, profile, name in found:
-            arms.setdefault(arm, {"title": arm, "contracts": {}})["contracts"][profile] = name
+            args = [f"--arm={arm}"] if lane == "megatron" else []
+            new = {"title": arm, "args": args, "contracts": {}}
+            arms.setdefault(arm, new)["contracts"][profile] = name
         text = {
             "name": lane,
             "title": lane,
@@ -362,7 +364,9 @@ def lanes(root: Path) -> Path:
         command = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
         if lane in DRIVERS:
             command = (
-                f"${{LANE_PYTHON}} ${{LANE_HOME}}/ep_bench.py --out ${{CELL_OUT}} {' '.join(MICRO)}"
+                "${LANE_PYTHON} ${LANE_HOME}/train.py --out ${CELL_OUT} ${LANE_ARGS}"
+                if lane == "megatron"
+                else "${LANE_PYTHON} ${LANE_HOME}/ep_bench.py --out ${CELL_OUT} " + " ".join(MICRO)
             )
         (root / lane / "serve.yaml").write_text(f"services:\n  server:\n    command: {command}\n")
     return root
@@ -488,7 +492,7 @@ MICRO: Final = (
 
 def exchanged(world: int, start: float = START) -> list[dict[str, Any]]:
     """The records of the micro program: one floor and one shape, checked and then timed twice."""
-    program = exchanges._program()
+    program = batch._program("ep_bench.py")
     options = program.parse_options([*MICRO, "--out=x"])
     (shape,) = program.shapes(options)
     peers, here = max(1, world - 1), 32 // world
@@ -518,7 +522,7 @@ def micro(folder: Path, lines: Iterable[Mapping[str, Any]]) -> list[str]:
     text = [json.dumps(line) for line in lines]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "micro.jsonl").write_text("\n".join(text) + "\n")
-    program = exchanges._program()
+    program = batch._program("ep_bench.py")
     table: str = program.table(program.read_records(text))
     return table.splitlines()
 
@@ -529,12 +533,25 @@ def steps(world: int, arm: str = "alltoall") -> list[dict[str, Any]]:
     figures = [{"step": n, "loss": x, "grad_norm": 1.6, "ms": 50.0} for n, x in enumerate(losses)]
     first = {"v": 1, "kind": "step", "role": "reference", "dispatcher": "alltoall"}
     second = {"v": 1, "kind": "step", "role": "arm", "dispatcher": arm}
+    asked = ["--out=x", f"--arm={arm}"]
+    settings = {k: v for k, v in vars(batch._program("train.py").parse_options(asked)).items()
+                if k != "out"}  # fmt: skip
     return [
-        {"v": 1, "kind": "run", "world": world, "settings": {"steps": 3}},
+        {"v": 1, "kind": "run", "world": world, "settings": settings, "started": START},
         *({**first, **each} for each in figures),
         *({**second, **each} for each in figures),
         {"v": 1, "kind": "bytes", "role": "arm", "tx_bytes": 1 << 30 if world > 2 else None},
-        {"v": 1, "kind": "done"},
+        {"v": 1, "kind": "done", "ended": START + 9},
+    ]
+
+
+def told(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the training program prints of its steps."""
+    return [
+        f"{x['role']:<10} {x['dispatcher']:<9} step {x['step']}  loss {x['loss']:9.4f}"
+        f"  grad-norm {x['grad_norm']:9.4f}  {x['ms']:9.1f} ms"
+        for x in lines
+        if x["kind"] == "step"
     ]
 
 
@@ -570,6 +587,7 @@ def drop(
     lines = edit(log(name))
     if lane in ("megatron", "nemo-rl"):
         training(root / lane / "c4", ranks, arm.partition("-")[0])
+        lines += told(steps(ranks, arm.partition("-")[0]))
     elif lane in DRIVERS:
         lines += micro(root / lane / "c4", exchanged(ranks))
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import exchanges, micro
+from lanekit import batch, exchanges, micro
 from lanekit.errors import Unreadable
 from lanekit.load import Run, window
 from lanekit.verdict import Check
@@ -39,8 +39,8 @@ def judged(
     (folder / micro.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = drops.micro(folder, lines) if printed_too else table
     text = "\n".join(log(["[micro] v=1 host=vm", *told])).encode()
-    shown = exchanges.printed(io.BytesIO(text))
-    taken = exchanges.Taken(micro.read(folder / micro.NAME), command, shown, run)
+    shown = batch.printed(io.BytesIO(text))
+    taken = batch.Taken(micro.read(folder / micro.NAME), command, shown, run)
     return {x.id.removeprefix("c4-"): x for x in exchanges.judge({"c4": taken}, world)}
 
 
@@ -162,7 +162,7 @@ def faster(lines: Lines) -> None:
 def test_records_that_were_edited_after_their_table_was_printed_are_refuted(tmp_path: Path) -> None:
     found = judged(tmp_path, faster, printed_too=False)
     assert found["printed"].outcome == "failed"
-    assert "copy-local eager  65536: not in the log" in found["printed"].actual
+    assert "not in the log: copy-local eager 65536" in found["printed"].actual
     assert found["correct"].outcome == found["planned"].outcome == "met"
 
 
@@ -203,13 +203,15 @@ def test_records_without_a_clock_are_noted_and_half_a_clock_is_not(tmp_path: Pat
 
     found = judged(tmp_path, timeless)["same-run"]
     assert (found.outcome, found.severity) == ("unchecked", "noted")
+    half = judged(tmp_path, lambda x: x[0].pop("started"))["same-run"]
+    assert (half.outcome, half.severity) == ("unchecked", "required")
     cells = {}
     for name, change in (("a", list), ("b", timeless)):
         lines = copy.deepcopy(drops.exchanged(2))
         change(lines)
         drops.micro(tmp_path / name, lines)
         records = micro.read(tmp_path / name / micro.NAME)
-        cells[name] = exchanges.Taken(records, COMMAND, frozenset(), RUN)
+        cells[name] = batch.Taken(records, COMMAND, frozenset(), RUN)
     (found,) = [x for x in exchanges.judge(cells, 2) if x.id == "same-run"]
     assert (found.outcome, found.severity) == ("unchecked", "required")
 
@@ -217,21 +219,21 @@ def test_records_without_a_clock_are_noted_and_half_a_clock_is_not(tmp_path: Pat
 def test_one_cell_s_records_are_not_another_s(tmp_path: Path) -> None:
     """A copy under another name: the second began before the first had ended."""
     drops.micro(tmp_path, drops.exchanged(2))
-    taken = exchanges.Taken(micro.read(tmp_path / micro.NAME), COMMAND, frozenset(), RUN)
+    taken = batch.Taken(micro.read(tmp_path / micro.NAME), COMMAND, frozenset(), RUN)
     (found,) = [x for x in exchanges.judge({"a": taken, "b": taken}, 2) if x.id == "same-run"]
     assert "b: began at 11:10:00, before the one planned before it was over" in found.actual
 
 
 def test_no_records_are_no_pass(tmp_path: Path) -> None:
     (tmp_path / micro.NAME).write_text("")
-    taken = exchanges.Taken(micro.read(tmp_path / micro.NAME), COMMAND, frozenset(), RUN)
+    taken = batch.Taken(micro.read(tmp_path / micro.NAME), COMMAND, frozenset(), RUN)
     found = exchanges.judge({"c4": taken}, 2)
     assert all(x.outcome != "met" for x in found)
 
 
 def test_a_log_of_one_endless_line_is_read_in_pieces() -> None:
     stream = io.BytesIO(b"x " * (1 << 20) + b"\n" + b"pair eager bf16 8 8 9 1.0 1.0 1.0 0.0% 1.0\n")
-    assert len(exchanges.printed(stream)) == 1
+    assert len(batch.printed(stream)) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 16])

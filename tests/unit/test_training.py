@@ -1,5 +1,6 @@
 """The steps of a training lane: read, judged, and laid beside the reference."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -13,18 +14,28 @@ import drops
 import pytest
 
 from lanekit import paths, training
+from lanekit.batch import Taken
 from lanekit.errors import Unreadable
+from lanekit.load import Run, window
 
 Edit = Callable[[list[dict[str, Any]]], object]
 
 
-def outcomes(tmp_path: Path, edit: Edit = list, *, arm: str = "alltoall", nics: int = 0) -> str:
-    """The checks that are not met, after an edit of good records."""
+def outcomes(
+    tmp_path: Path, edit: Edit = list, *, arm: str = "alltoall", nics: int = 0, after: bool = False
+) -> str:
+    """The checks that are not met, after an edit of good records, made before or after they were
+    printed."""
     lines = drops.steps(2)
+    printed = copy.deepcopy(lines) if after else []
     edit(lines)
     path = tmp_path / training.NAME
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    cells = {"steps": (training.NAME, training.read(path))}
+    shown = [line for line in printed or lines if line.get("loss", 0.0) is not None]
+    log = frozenset(tuple(line.split()) for line in drops.told(shown))
+    command = ("python", "/repo/train.py", "--arm=alltoall", "--out=x")
+    run = Run(window(drops.START - 60, drops.START + 60), {})
+    cells = {"steps": (training.NAME, Taken(training.read(path), command, log, run))}
     checks = training.judge(cells, 2, arm=arm, nics=nics)
     bad = [f"{each.id} {each.outcome}" for each in checks if each.outcome != "met"]
     return ", ".join(each for each in bad if each != "steps-traffic unchecked")
@@ -46,11 +57,20 @@ def test_good_records_meet_every_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "bad"),
     [
-        (lambda lines: lines.pop(), "steps-complete failed"),
+        (lambda lines: lines.pop(), "steps-complete failed, same-run unchecked"),
         (lambda lines: lines.insert(0, lines.pop()), "steps-complete failed"),
-        (lambda lines: lines.append(lines[0]), "steps-complete failed"),
+        (lambda lines: lines.append(lines[0]), "steps-complete failed, same-run unchecked"),
         (lambda lines: lines[0].update(world=1), "steps-complete failed"),
-        (lambda lines: lines[0].update(settings={"steps": 4}), "steps-complete failed"),
+        (
+            lambda lines: lines[0].update(settings={"steps": 4}),
+            "steps-complete failed, steps-planned failed",
+        ),
+        (lambda lines: lines[0].update(settings={"steps": 3, "layers": 1}), "steps-planned failed"),
+        (lambda lines: lines.insert(1, lines.pop(5)), "steps-complete failed"),
+        (lambda lines: lines[1].update(dispatcher="v2"), "steps-complete failed"),
+        (lambda lines: lines[0].update(started=1.0), "same-run failed"),
+        (lambda lines: lines[-1].update(ended=drops.START + 99), "same-run failed"),
+        (lambda lines: lines[-1].pop("ended"), "same-run unchecked"),
         (lambda lines: lines[0].update(settings={}), "steps-complete failed"),
         (lambda lines: lines.remove(lines[2]), "steps-complete failed, steps-parity failed"),
         (lambda lines: lines.remove(arm_steps(lines)[3]), "steps-complete failed"),
@@ -60,7 +80,7 @@ def test_good_records_meet_every_rule(tmp_path: Path) -> None:
         (change(0, loss=6.2), "steps-parity failed"),
         (change(3, grad_norm=1.7), "steps-parity failed"),
         (change(3, loss=6.0586), "steps-learns failed, steps-parity failed"),
-        (change(3, loss=None), "steps-learns failed, steps-parity failed"),
+        (change(3, loss=None), "steps-learns failed, steps-parity failed, steps-printed unchecked"),
         (change(1, ms=0.0), "steps-learns failed, steps-parity failed"),
         (change(1, grad_norm=-1.6), "steps-learns failed, steps-parity failed"),
     ],
@@ -84,7 +104,9 @@ def test_another_arm_than_the_row_s_is_refused(tmp_path: Path) -> None:
 
 def test_no_records_are_no_evidence(tmp_path: Path) -> None:
     found = outcomes(tmp_path, lambda lines: lines.clear())
-    assert found == "steps-complete unchecked, steps-learns unchecked, steps-parity unchecked"
+    rules = ("complete", "learns", "parity", "planned", "printed")
+    wanted = [f"steps-{rule} unchecked" for rule in rules]
+    assert found == ", ".join([*wanted, "same-run unchecked"])
 
 
 def test_a_fleet_with_nics_must_have_sent(tmp_path: Path) -> None:
@@ -104,6 +126,15 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, text: str) -> None:
     path.write_text('{"v":1,"kind":"run","world":1}\n' + text + "\n")
     with pytest.raises(Unreadable, match=r"steps\.jsonl:2: "):
         training.read(path)
+
+
+def test_records_that_were_edited_after_they_were_printed_are_refuted(tmp_path: Path) -> None:
+    def faster(lines: list[dict[str, Any]]) -> None:
+        for line in arm_steps(lines):
+            line["ms"] /= 2
+
+    assert outcomes(tmp_path, faster, after=True) == "steps-printed failed"
+    assert outcomes(tmp_path, change(1, ms=40.0), after=True) == "steps-printed unchecked"
 
 
 def test_rows_hold_both_roles(tmp_path: Path) -> None:

@@ -286,9 +286,14 @@ def test_a_lane_that_changed_since_is_shown_and_does_not_refute(tmp_path: Path) 
 
 
 def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
-    lane = check(planned(tmp_path, lambda x: x.update(hosts=["here"])), "lane")
-    assert (lane.outcome, lane.severity) == ("unchecked", "noted")
-    assert "cannot be planned again" in lane.actual
+    older = check(planned(tmp_path, lambda x: x.update(hosts=["here"], lane_sha256="")), "lane")
+    assert (older.outcome, older.severity) == ("unchecked", "noted")
+    assert "cannot be planned again" in older.actual
+
+
+def test_a_plan_that_is_none_refutes_where_its_lane_is_the_same(tmp_path: Path) -> None:
+    forged = check(planned(tmp_path, lambda x: x.pop("stack")), "lane")
+    assert (forged.outcome, forged.severity) == ("failed", "required")
 
 
 @pytest.mark.usefixtures("known_lanes")

@@ -1,0 +1,142 @@
+"""A cell of a program that is run once a cell (driver = "batch"): its records beside its plan, its
+log and the run's clock. Judges nothing that only one program knows; pure, but for a program's own
+reading of its options.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib.util
+import io
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from lanekit import load, paths
+from lanekit.verdict import Check, Outcome, Place
+
+PROGRAMS: Final = {"ep_bench.py": "micro", "train.py": "megatron"}  # file -> lane
+LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
+EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
+SHOWN: Final = 8  # of what is wrong
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A cell as it was taken. records: have `kind`, `settings`, `started`, `ended`. command: the
+    planned one. log: words of the lines that it printed and that may be rows of its table. run:
+    what the manifest says of time."""
+
+    records: Sequence[Any]
+    command: tuple[str, ...] = ()
+    log: frozenset[tuple[str, ...]] = frozenset()
+    run: load.Run | None = None
+
+
+def printed(stream: BinaryIO) -> frozenset[tuple[str, ...]]:
+    """The lines of a log that may be rows of a program's table, as words."""
+    lines = iter(lambda: stream.readline(LINE), b"")
+    split = (line.decode(errors="replace").split() for line in lines)
+    return frozenset(tuple(words) for words in split if 8 <= len(words) <= 11)
+
+
+def check(
+    name: str, place: Place, why: str, *, good: Outcome, wrong: Sequence[str], seen: str
+) -> Check:
+    """A required check. good: its outcome where nothing is wrong; what could not be looked at is
+    not refuted."""
+    outcome: Outcome = good if good == "unchecked" or not wrong else "failed"
+    return Check(
+        id=name,
+        group="load",
+        severity="required",
+        outcome=outcome,
+        why=why,
+        expected=seen,
+        actual="; ".join(wrong[:SHOWN]) or seen,
+        first=place,
+        last=place,
+        remedy="" if outcome == "met" else "Read the cell's log; run the lane again.",
+    )
+
+
+def said(taken: Taken, rows: Iterable[Sequence[str]]) -> tuple[Outcome, list[str]]:
+    """Whether the log holds every row that the program prints, and those that it does not. One or
+    two can have been torn by another rank's line: that is no verdict, and no forgery either."""
+    lost = [" ".join(row) for row in rows if not any(_within(row, line) for line in taken.log)]
+    return "unchecked" if len(lost) in (1, 2) else "met", [f"not in the log: {x}" for x in lost]
+
+
+def _within(wanted: Sequence[str], line: Sequence[str]) -> bool:
+    """Whether a line holds all words in their order."""
+    left = iter(line)
+    return all(word in left for word in wanted)
+
+
+def options(taken: Taken) -> tuple[Any, argparse.Namespace, list[str]] | None:
+    """The program of a planned command, its options, and what the records say otherwise of them;
+    None where the command is no program's or would not start."""
+    at = next((n for n, x in enumerate(taken.command) if x.rpartition("/")[2] in PROGRAMS), None)
+    if at is None:
+        return None
+    program = _program(taken.command[at].rpartition("/")[2])
+    asked = _parsed(program, taken.command[at + 1 :])
+    if asked is None:
+        return None
+    known: dict[str, Any] = next((r.settings for r in taken.records if r.kind == "run"), {})
+    # An option that is newer than the records was not set: it had its default.
+    needed = [f"--{key}={getattr(asked, key)}" for key in ("backend", "arm") if hasattr(asked, key)]
+    usual = _parsed(program, [*needed, "--out=."])
+    settings = {**(vars(usual) if usual else {}), **known}
+    wrong = [
+        f"{key} {settings.get(key)}, planned {value}"
+        for key, value in vars(asked).items()
+        if key != "out" and settings.get(key) != value
+    ]
+    return program, asked, wrong
+
+
+def _parsed(program: Any, words: Sequence[str]) -> argparse.Namespace | None:
+    quiet = io.StringIO()
+    with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
+        try:
+            found: argparse.Namespace = program.parse_options(words)
+        except SystemExit:
+            return None
+    return found
+
+
+@functools.cache
+def _program(name: str) -> Any:
+    """A lane's program, which alone knows its options and what follows from them."""
+    path = paths.ROOT / "lanes" / PROGRAMS[name] / name
+    known = f"lane_{PROGRAMS[name]}"
+    made = importlib.util.spec_from_file_location(known, path)
+    assert made is not None
+    assert made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    sys.modules[known] = module  # where dataclasses look for their annotations
+    made.loader.exec_module(module)
+    return module
+
+
+def clocks(cells: Mapping[str, Taken]) -> Check:
+    """Every cell ran within the run that its manifest tells of. Records of before 2026-12 state no
+    time: that is noted."""
+    absent, wrong, stated = [], [], False
+    after: datetime.datetime | None = None
+    for name, taken in cells.items():
+        starts = [r.started for r in taken.records if r.started is not None]
+        ends = [r.ended for r in taken.records if r.ended is not None]
+        stated = stated or bool(starts or ends)
+        if len(starts) != 1 or len(ends) != 1 or taken.run is None:
+            absent.append(f"{name}: its records state no time")
+        elif not EPOCHS[0] <= starts[0] <= ends[0] < EPOCHS[1]:
+            wrong.append(f"{name}: its records state a time that no clock shows")
+        else:
+            window = load.window(starts[0], ends[0])
+            wrong += [f"{name}: {why}" for why in load.against_run(name, window, after, taken.run)]
+            after = window.last
+    return load.one_time(wrong, absent, required=stated)
