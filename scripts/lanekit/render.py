@@ -152,8 +152,9 @@ def as_json(verdict: Verdict) -> bytes:
 
 
 def schema() -> bytes:
-    """The JSON schema of a verdict."""
-    found = msgspec.json.schema(Verdict)
+    """The JSON schema of a verdict: resources/verdict.schema.json."""
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    found = draft | msgspec.json.schema(Verdict)
     return msgspec.json.format(msgspec.json.encode(found, order="sorted")) + b"\n"
 
 

@@ -13,14 +13,14 @@ Result = Literal["proven", "refuted", "no verdict"]
 EXIT: Final[dict[str, int]] = {"proven": 0, "refuted": 1, "no verdict": 2}
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a file of the drop, numbered from 1 as in the raw file; 0 means the whole file."""
 
     file: str
     line: int
 
 
-class Check(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that was checked. `unchecked` is never a pass."""
 
     id: str
@@ -39,7 +39,7 @@ class Check(msgspec.Struct, frozen=True):
     waived: str = ""
 
 
-class CellRow(msgspec.Struct, frozen=True):
+class CellRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The figures of one load point. Rates in tokens/s, latencies in ms, duration in s; None is
     a figure that could not be read, never zero. source: `records` or `summary`."""
 
@@ -59,7 +59,7 @@ class CellRow(msgspec.Struct, frozen=True):
     source: str
 
 
-class MicroRow(msgspec.Struct, frozen=True):
+class MicroRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One operation of the micro lane, over its repetitions. Times in microseconds, gbs in 1e9
     bytes/s at p50, spread: range of the repetitions' medians over their median. tokens: 0 for a
     floor that has no shape."""
@@ -78,7 +78,7 @@ class MicroRow(msgspec.Struct, frozen=True):
     gbs: float
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training step. role: `reference` or `arm`; step 0 is the warm-up. loss in nats, grad_norm
     over all ranks, ms: wall time of the slowest rank; None is a figure that was not there. seconds:
     the named parts of a step, where its program times them."""
@@ -93,7 +93,7 @@ class StepRow(msgspec.Struct, frozen=True):
     seconds: dict[str, float] = {}
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a drop proves. said: what was inferred or noticed and must be known to the reader."""
 
     drop: str

@@ -1,12 +1,18 @@
 """What people and programs are shown. The JSON schema is published, and tested against verdicts."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import drops
+import jsonschema  # type: ignore[import-untyped]
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lanekit import contract, paths, render, verdict
 from lanekit.verdict import Check, Place, Verdict
@@ -76,14 +82,121 @@ def test_the_published_schema_is_today_s() -> None:
     assert SCHEMA.read_bytes() == render.schema(), "write render.schema() there"
 
 
-@pytest.mark.parametrize("name", contract.names())
-def test_a_verdict_has_the_published_shape(tmp_path: Path, name: str) -> None:
-    document = json.loads(render.as_json(verify(drops.drop(tmp_path / "d", name))))
-    shape = json.loads(SCHEMA.read_text())["$defs"]["Verdict"]
-    assert set(shape["required"]) <= set(document)
-    assert set(document) <= set(shape["properties"])
-    again = msgspec.json.decode(json.dumps(document).encode(), type=Verdict, strict=True)
-    assert again.result == document["result"]
+VALID = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+
+
+def judged(tmp_path: Path) -> Iterator[Verdict]:
+    """Verdicts of every result: of each contract's good drop, refuted, waived, incomplete, real."""
+    for name in contract.names():
+        yield verify(drops.drop(tmp_path / name, name))
+    root = drops.drop(tmp_path / "refuted", "cpu", lambda x: [*x, drops.hook("vm", 0, 0, 1)])
+    yield verify(root)
+    text = '[[waiver]]\ncheck = "no-buffer"\nreason = "known"\nby = "me"\n'
+    (root / "waivers.toml").write_text(text)
+    yield verify(root)
+    drops.edit_json(root / "manifest.json", state="failed", failure="it died")
+    yield verify(root)
+
+
+def test_every_verdict_is_valid_by_the_published_schema(tmp_path: Path) -> None:
+    found = list(judged(tmp_path))
+    assert {x.result for x in found} == {"proven", "refuted", "no verdict"}
+    for verdict_ in found:
+        VALID.validate(json.loads(render.as_json(verdict_)))
+        again = msgspec.json.decode(render.as_json(verdict_), type=Verdict, strict=True)
+        assert again == verdict_
+
+
+def test_the_verdicts_of_committed_drops_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "LANES", paths.ROOT / "lanes")
+    for drop in (path.parent for path in paths.RESULTS.glob("*/manifest.json")):
+        VALID.validate(json.loads(render.as_json(verify(drop))))
+
+
+@drops.needs_published
+def test_the_verdict_of_a_published_drop_is_valid() -> None:
+    drop = drops.PUBLISHED / "trtllm-deepep-dropin-20260707" / "trtllm-native-seam"
+    VALID.validate(json.loads(render.as_json(verify(drop))))
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (("result",), "maybe"),
+        (("checks", 0, "outcome"), "ok"),
+        (("checks", 0, "severity"), "low"),
+        (("checks", 0, "extra"), 1),
+        (("cells", 0, "tok_s"), "fast"),
+        (("extra",), 1),
+        (("checks", 0, "id"), ...),
+    ],
+)
+def test_the_published_schema_refuses_what_is_no_verdict(
+    tmp_path: Path, at: tuple[Any, ...], value: object
+) -> None:
+    document = json.loads(render.as_json(verify(drops.drop(tmp_path / "d"))))
+    inner = document
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    assert not VALID.is_valid(document)
+
+
+def suite(found: Verdict) -> ElementTree.Element:
+    """The verdict as JUnit XML, checked against what its readers agree on: one testsuite whose
+    counts are those of its cases, and cases that hold at most one outcome."""
+    root = ElementTree.fromstring(render.junit(found))
+    assert root.tag == "testsuite"
+    assert set(root.attrib) == {"name", "tests", "failures", "errors", "skipped"}
+    cases = list(root)
+    assert {case.tag for case in cases} == {"testcase"}
+    assert all(set(case.attrib) == {"classname", "name"} for case in cases)
+    assert all(len(case) <= 1 for case in cases)
+    outcomes = [child for case in cases for child in case]
+    assert {child.tag for child in outcomes} <= {"failure", "error", "skipped"}
+    assert all(set(child.attrib) == {"message"} for child in outcomes)
+    counts = Counter(child.tag for child in outcomes)
+    assert root.get("tests") == str(len(cases))
+    for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        assert root.get(attribute) == str(counts[tag])
+    return root
+
+
+def test_junit_of_every_verdict_is_well_formed(tmp_path: Path) -> None:
+    for found in judged(tmp_path):
+        root = suite(found)
+        assert len(root) == len(found.checks) + 1
+        bad = root.get("failures") != "0" or root.get("errors") != "0"
+        assert bad == (found.result != "proven")
+
+
+@settings(max_examples=200)
+@given(st.text(), st.text(), st.sampled_from(["met", "failed", "unchecked"]))
+def test_junit_holds_any_words(name: str, said: str, outcome: verdict.Outcome) -> None:
+    one = checked(outcome, id=name, actual=said, remedy=said, waived="")
+    suite(Verdict(drop=said, result="refuted", reason=said, checks=(one,)))
+
+
+def test_a_waiver_is_shown_in_every_form(tmp_path: Path) -> None:
+    """Also one that nothing needs: it says what its author would have let pass."""
+    root = drops.drop(tmp_path / "d")
+    text = "".join(
+        f'[[waiver]]\ncheck = "{name}"\nreason = "known {name}"\nby = "me"\n'
+        for name in ("no-buffer", "cells")
+    )
+    (root / "waivers.toml").write_text(text)
+    found = verify(root)
+    for shown_ in (render.text(found), render.as_json(found).decode()):
+        assert "waiver for no-buffer: known no-buffer (me)" in shown_
+        assert "waiver for cells: known cells (me)" in shown_
+    with (root / "logs" / "here-server.log").open("a") as stream:
+        stream.write(drops.hook("vm", 0, 0, 1) + "\n")
+    found = verify(drops.seal(root))
+    (case,) = [x for x in suite(found) if x.get("name") == "no-buffer"]
+    assert [(x.tag, x.get("message")) for x in case] == [("skipped", "known no-buffer (me)")]
 
 
 def test_junit_counts(tmp_path: Path) -> None:
