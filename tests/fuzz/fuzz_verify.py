@@ -23,16 +23,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 with atheris.instrument_imports(include=["lanekit"]):
     import drops
 
-    from lanekit import case, contract, judge, load, logs, paths, prefix, records, scan, spec
+    from lanekit import case, contract, judge, load, logs, paths, prefix, ranks, records, scan, spec
     from lanekit.errors import LaneError
     from lanekit.verdict import decide
 
 SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 ROOT = Path(tempfile.mkdtemp(prefix="fuzz-", dir=SHM))
 RULES = contract.bound(contract.load("v2-efa-proxy"))
-PROBES = [scan.probe(x.id, x.rule.literal, x.rule.pattern) for x in RULES]
+PROBES = [*map(logs.probe, RULES), *ranks.JOINS, logs.FIRST_REQUEST]
 P5EN = spec.profile("p5en-x2")
 GOOD = [line.encode() for line in drops.log("v2-efa-proxy")]
+QUOTING = [b"+ echo '", b"+ ", b"prompt: '", b"{", b"server-1  | ", b"(Worker pid=7003) ", b"a\r",
+           b"ip-10-0-0-1:7001:7001 [1] NCCL INFO commId 0x62f"]  # fmt: skip
 ODD: list[Any] = [
     None, "", 0, -1, 1, 1e308, -0.0, 1 << 63, 1 << 70, True, [], {}, [[]], {"avg": None}, "x" * 300,
     "../../etc/passwd", "\0", {"value": -5}, [{"name": 3}], "complete", "cpu", "v2-efa-proxy",
@@ -69,6 +71,8 @@ def lines(data: bytes) -> bytes:
             line = line[: feed.ConsumeIntInRange(0, len(line))]
         elif choice == 2:
             line = feed.ConsumeBytes(40)
+        elif choice == 3:
+            line = feed.PickValueInList(QUOTING) + line
         parts.append(
             line + feed.PickValueInList([b"\n", b"\n", b"\n", b"\r\n", b"", b"\0\n", b"\x1b[0m\n"])
         )
@@ -151,7 +155,7 @@ def fuzz_verdict(data: bytes) -> None:
     text = lines(data).replace(b"[7]", b"[6]").replace(b"local_rank=7", b"local_rank=6")
     (ROOT / "serve.log").write_bytes(text)
     log = logs.Log(ROOT / "serve.log", "serve.log", "", "serve.log", 0)
-    facts = judge.Facts(P5EN, 8, "0.24.0", "tiny")
+    facts = judge.Facts(P5EN, 8, "0.24.0", "tiny", drops.VERSIONS)
     read = logs.read([log], RULES, P5EN.ranks, make=hyperscan)
     assert decide(judge.transport(RULES, read, facts))[0] != "proven"
 
