@@ -30,7 +30,7 @@ JOINS: Final = (
     scan.probe(
         ARMED,
         HOOK,
-        r"\[lane-evidence\] v=1 (?P<armed>armed )?host=(?P<host>\S+) pid=(?P<pid>\d+) "
+        r"\[lane-evidence\] v=1 (?:armed )?host=(?P<host>\S+) pid=(?P<pid>\d+) "
         r"rank=(?P<rank>\d+) local_rank=(?P<local>\d+) world=(?P<world>\d+) "
         r"(?:.*? t=(?P<t>\d{9,11}\.\d{3})\b)?",
         said=True,

@@ -1,5 +1,6 @@
 """Whole drops, ours and strangers', to their verdict and exit code."""
 
+import datetime
 import gzip
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import contract, paths
+from lanekit import contract, judge, paths
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -634,8 +635,10 @@ def test_the_hook_of_old_said_no_time_and_its_drops_stand(tmp_path: Path) -> Non
 
     found = verify(drops.drop(tmp_path / "d", "v2-nvlink", old))
     assert (found.result, check(found, "hook-clock").severity) == ("proven", "noted")
-    silent = verify(drops.drop(tmp_path / "e", "v2-nvlink", untimed))
-    assert (silent.result, silent.reason) == ("no verdict", "could not check: hook-clock")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "TELLS", datetime.datetime(2026, 11, 30, 11))
+        found = verify(drops.drop(tmp_path / "e", "v2-nvlink", old))
+    assert (found.result, found.reason) == ("no verdict", "could not check: hook-clock")
 
 
 def test_the_transport_of_another_run_proves_nothing(tmp_path: Path) -> None:
