@@ -95,11 +95,11 @@ lint: setup ## ruff, mypy strict, shellcheck
 test: setup ## Unit tests: about a minute, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
-test-all: setup ## Unit tests, then the real CPU lane end to end (minutes)
-	@$(VENV)/bin/python -m pytest tests/unit tests/lanes
+test-all: setup ## Unit tests, then the real CPU lane, Slurm and two Docker hosts, where they can be
+	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm tests/hosts
 
-bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 GIB=4]
-	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(GIB),--gib $(GIB))
+bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 GIB=4]
+	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(SIMULATE),--hosts) $(if $(GIB),--gib $(GIB))
 
 readme: setup ## Renew the generated parts of READMEs
 	@$(LANEKIT) lanes --readme

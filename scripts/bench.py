@@ -1,7 +1,8 @@
 """`make bench`: the harness against its bars, each as a ratio or a share, never a lone wall time.
 
-    scripts/bench.py [--lane] [--gib N]
+    scripts/bench.py [--lane] [--hosts] [--gib N]
 
+--hosts simulates fleets of up to 1024 hosts (about a minute, 1 GB of disk meanwhile);
 --lane takes a real CPU lane with warm environments as well (about two minutes on two cores);
 --gib sets the size of the drop that verify and ripgrep read (0 leaves that part out).
 """
@@ -89,13 +90,26 @@ def verify(gib: float) -> Iterator[Figure]:
     yield Figure("verify's memory / 200 MB", peak / 190.7, 1.0, f"{peak} MiB")
 
 
+def hosts() -> Iterator[Figure]:
+    """A fleet's plan, launch, collect and verify, simulated by bench_hosts.py: what one host costs
+    does not grow with their number."""
+    bench = [sys.executable, str(ROOT / "scripts" / "bench_hosts.py"), "--json"]
+    told = json.loads(subprocess.run(bench, capture_output=True, check=True, text=True).stdout)
+    phases = ("plan", "launch", "collect", "verify")
+    each = {took["hosts"]: sum(took[p] for p in phases) / took["hosts"] for took in told}
+    raw = ", ".join(f"{n}: {1000 * seconds:.0f} ms" for n, seconds in each.items())
+    yield Figure("a host of 1024 / a host of 128", each[1024] / each[128], 1.5, f"per host, {raw}")
+
+
 def main() -> int:
     """Print the table; 0 when every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lane", action="store_true")
     parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--hosts", action="store_true")
     options = parser.parse_args()
     figures = [*commands()]
+    figures += hosts() if options.hosts else []
     figures += lane() if options.lane else []
     figures += verify(options.gib) if options.gib else []
     for figure in figures:

@@ -212,7 +212,9 @@ def _unwatched(line: Line, logs: Logs) -> str:
     name may be glued to the end of another line's."""
     values = dict(line.evidence.values)
     pid, host = values.get("pid", ""), ranks.short(values.get("host", ""))
-    if not pid or any(host.endswith(name) for name in logs.watched.get(pid, ())):
+    seen = logs.watched.get(pid, ())
+    # In containers the same few pids are on every host: the whole name is looked up first.
+    if not pid or host in seen or any(host.endswith(name) for name in seen):
         return ""
     return f"{host} process {pid}".strip()
 

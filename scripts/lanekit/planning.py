@@ -1,6 +1,7 @@
 """Compute a plan: options, lane, profile and machine in, one frozen plan out."""
 
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -101,6 +102,8 @@ class Choice(msgspec.Struct, frozen=True):
     hosts_why: str
     drop: Path
     extra_env: dict[str, str]
+    transport: dict[str, str]  # its variables, and the addresses: once for all hosts, not for each
+    addresses: str
     containers: Containers | None = None
 
     @property
@@ -157,7 +160,7 @@ class Choice(msgspec.Struct, frozen=True):
         filled = {k: _filled(self.serve, v, self.values(host)) for k, v in role.items()}
         return {
             **(sockets if host.interface else {}),
-            **variables.of(self.contract, self.profile.name),
+            **self.transport,
             **self.setting.env,
             **self.lane.arms[self.arm].env,
             **filled,
@@ -194,7 +197,7 @@ class Choice(msgspec.Struct, frozen=True):
             "LANE_HOST": host.name,
             "LANE_ADDRESS": host.address,
             "LANE_LEADER": self.hosts[0].address,
-            "LANE_ADDRESSES": ",".join(each.address for each in self.hosts),
+            "LANE_ADDRESSES": self.addresses,
             "LANE_NODE_RANK": str(host.node_rank),
             "LANE_START_RANK": str(host.start_rank),
             "LANE_LOCAL_RANKS": str(host.ranks),
@@ -279,6 +282,8 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         hosts_why=plan.hosts_why,
         drop=Path(plan.drop),
         extra_env=plan.extra_env,
+        transport=variables.of(lane.arms[plan.arm].contracts[plan.profile], plan.profile),
+        addresses=",".join(host.address for host in plan.hosts),
         containers=plan.containers,
     )
     return msgspec.structs.replace(
@@ -396,6 +401,8 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         hosts_why=hosts_why,
         drop=drop,
         extra_env=_pairs(options.env),
+        transport=variables.of(declared.contracts[profile.name], profile.name),
+        addresses=",".join(host.address for host in fleet),
         containers=containers,
     )
 
@@ -613,13 +620,18 @@ def _text(path: Path) -> str:
 def _declared(path: Path) -> dict[str, Any]:
     """The services of a Compose file, unfilled."""
     try:
-        document: Any = yaml.safe_load(path.read_text())
+        document: Any = _parsed(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}", remedy="Fix the file.") from error
     found = document.get("services") if isinstance(document, dict) else None
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{path}: no services", remedy="Add a `services:` map as in Compose.")
     return found
+
+
+@functools.lru_cache(maxsize=4)  # a fleet's hosts read the same file
+def _parsed(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def _command(

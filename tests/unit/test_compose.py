@@ -92,3 +92,46 @@ def test_an_unknown_launcher_names_the_known_ones(bare: machine.Machine) -> None
     with pytest.raises(ConfigError) as error:
         planning.make(planning.Options(lane="vllm", profile="cpu", launcher="podman"), bare)
     assert "process, compose" in error.value.remedy
+
+
+@pytest.fixture
+def two(bare: machine.Machine, checkout: Path) -> Plan:
+    """The micro lane on two hosts, neither of which is this machine."""
+    options = planning.Options(
+        lane="micro", profile="cpu-x2", hosts="10.0.0.1,10.0.0.2", start=False,
+        env=("MY_TOKEN=abc",),
+    )  # fmt: skip
+    made = planning.make(options, bare)
+    return msgspec.structs.replace(made, containers=HELD)
+
+
+def test_a_remote_host_gets_volumes_of_its_own_and_nothing_of_this_machine(two: Plan) -> None:
+    for host in two.hosts:
+        body = compose.document(two, host)["services"]["batch-decode"]
+        assert {v["type"] for v in body["volumes"]} == {"volume"}
+        assert body["hostname"] == host.name
+        assert body["extra_hosts"] == ["ip-10-0-0-1=10.0.0.1", "ip-10-0-0-2=10.0.0.2"]
+
+
+def test_each_host_runs_its_own_rank(two: Plan) -> None:
+    said = [compose.document(two, h)["services"]["batch-decode"]["command"] for h in two.hosts]
+    assert [words[words.index("--node-rank") + 1] for words in said] == ["0", "1"]
+
+
+def test_what_is_secret_by_its_name_is_never_written_down(two: Plan) -> None:
+    text = str(compose.document(two, two.hosts[0]))
+    assert "abc" not in text
+    assert "'MY_TOKEN'" in text
+
+
+def test_a_model_of_the_hosts_is_mounted_and_a_built_one_is_copied(
+    bare: machine.Machine, checkout: Path, tmp_path: Path
+) -> None:
+    options = planning.Options(
+        lane="vllm", profile="cpu", launcher="compose", hosts="10.0.0.1", start=False
+    )
+    for model, kind in (("", "volume"), (str(tmp_path), "bind")):
+        made = planning.make(msgspec.structs.replace(options, model=model), bare)
+        body = compose.document(made, made.hosts[0])["services"]["server"]
+        held = {v["target"]: v["type"] for v in body["volumes"]}
+        assert held[made.model.path] == kind
