@@ -78,8 +78,8 @@ plots: setup ## Draw results/plots/ from the proven drops
 setup: $(STAMP) ## Make .venv with the command lanekit, from its hashed lock
 
 $(STAMP): locks/dev.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or later is needed; name one with PYTHON=" \
-	  if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
+	  "error: Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=")'
 	@echo "setup: $(VENV) from locks/dev.txt"
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r locks/dev.txt
@@ -92,7 +92,7 @@ lint: setup ## ruff, mypy strict, shellcheck
 	@$(VENV)/bin/mypy
 	@git ls-files -z '*.sh' .ci/run | xargs -0 -r $(VENV)/bin/shellcheck
 
-test: setup ## Unit tests: about a minute, no Docker, no GPU, no network
+test: setup ## Unit tests: a few minutes, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
 test-all: setup ## Unit tests, then the real CPU lane, Slurm and two Docker hosts, where they can be

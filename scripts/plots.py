@@ -1,4 +1,4 @@
-"""Draw results/plots/ from the drops of results/, each judged anew: `make plots`.
+"""Draw results/plots/ from the drops that git tracks, each judged anew: `make plots`.
 
 Only what is proven is drawn. One picture of time a token for each profile with serving rows, one of
 the exchanges for each profile with micro rows; the newest drop of an arm is taken.
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import matplotlib as mpl
 
-from lanekit import drop, paths, report, verify
+from lanekit import drop, lanes, paths, report, verify
 from lanekit.errors import LaneError
 from lanekit.verdict import MicroRow, Verdict
 
@@ -24,16 +24,16 @@ OPS: Final = {"dispatch": "C0", "combine": "C1", "all_to_all": "C2"}
 DASHES: Final = {"eager": ":", "graph": "-"}
 
 
-def proven(results: Path) -> list[tuple[str, Verdict]]:
+def proven(drops: Iterable[Path]) -> list[tuple[str, Verdict]]:
     """The newest proven drop of each profile, model, lane and arm, each with its model."""
     newest: dict[tuple[str, str, str, str], Verdict] = {}
-    for manifest in sorted(results.glob("*/manifest.json")):
+    for path in drops:
         try:
-            verdict = verify.verify(manifest.parent)
+            verdict = verify.verify(path)
         except LaneError:
             continue  # `lanekit verify` says why
         if verdict.result == "proven":
-            model = report.model(drop.read(manifest.parent))
+            model = report.model(drop.read(path))
             newest[verdict.profile, model, verdict.lane, verdict.arm] = verdict
     return [(key[1], newest[key]) for key in sorted(newest)]
 
@@ -76,9 +76,9 @@ def exchange(profile: str, arm: str, rows: Iterable[MicroRow]) -> Any:
     return figure
 
 
-def draw(results: Path) -> list[Path]:
-    """Write every picture; returns their paths."""
-    found, made = proven(results), {}
+def draw(drops: Iterable[Path], folder: Path) -> list[Path]:
+    """Write a picture of every group of drops; returns their paths."""
+    found, made = proven(drops), {}
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for model, v in found:
         if v.cells:
@@ -89,7 +89,6 @@ def draw(results: Path) -> list[Path]:
     for _, v in found:
         if any(row.cell == "sweep" and row.dtype == "bf16" for row in v.micro):
             made[f"{v.profile}-micro-{v.arm}"] = exchange(v.profile, v.arm, v.micro)
-    folder = results / "plots"
     folder.mkdir(exist_ok=True)
     for name, figure in made.items():
         figure.tight_layout()
@@ -99,5 +98,5 @@ def draw(results: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for picture in draw(paths.RESULTS):
+    for picture in draw(lanes.tracked(), paths.RESULTS / "plots"):
         print(picture.relative_to(paths.ROOT))

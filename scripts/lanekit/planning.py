@@ -375,6 +375,8 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     containers = None
     launcher = _launcher(options.launcher, profile)
     fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
+    if options.start:
+        _require_named(launcher, hosts_why, profile)
     fleet = _addressed(fleet, launcher, lane, drop)
     if launcher in ("compose", "kubernetes") or (launcher == "slurm" and not options.server_python):
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
@@ -504,9 +506,14 @@ def require_hosts(plan: Plan) -> None:
             f"the process launcher starts on this machine alone, not on {hosts.said(plan.hosts)}",
             remedy="LAUNCHER=compose runs on one host or many, through SSH.",
         )
-    if plan.launcher == "compose" and plan.hosts_why == hosts.UNNAMED:
+    _require_named(plan.launcher, plan.hosts_why, spec.profile(plan.profile))
+
+
+def _require_named(launcher: str, why: str, profile: spec.Profile) -> None:
+    """Before any engine is asked: that of a host nobody named would be said not to answer."""
+    if launcher == "compose" and why == hosts.UNNAMED:
         raise ConfigError(
-            f"profile {plan.profile} has {len(plan.hosts)} hosts and none is named",
+            f"profile {profile.name} has {profile.hosts} hosts and none is named",
             remedy="Say which: HOSTS=a,b or HOSTS=fleet.toml; PLAN=1 prints the plan.",
         )
 
@@ -522,6 +529,11 @@ def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[
         return chosen, options.profile_why or "asked for with PROFILE="
     known = [spec.profile(name) for name in spec.profile_names() if name in lane.profiles]
     name, why = machine.choose(here, known)
+    if name not in lane.profiles:
+        raise ConfigError(
+            f"lane {lane.name} does not run on this machine ({why})",
+            remedy=f"It runs on: {', '.join(lane.profiles)}; PROFILE=NAME PLAN=1 prints the plan.",
+        )
     return spec.profile(name), why
 
 

@@ -123,7 +123,8 @@ def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str 
     if entry is None:
         raise ImageFailed(
             f"{lock.name} holds no digest of {name} in stack {stack}",
-            remedy=f"Build it: make image-{name}.",
+            remedy=f"Nobody published it yet. make image-{name} builds it here, make push-{name} "
+            "REGISTRY=HOST/NAME records its digest; make lane-NAME runs with what was built.",
         )
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", entry.digest):
         raise ImageFailed(

@@ -88,13 +88,15 @@ def breakdown(manifest: Manifest, wall: float) -> str:
 
 
 def write() -> str:
-    """Judge every drop below results/ anew and write RESULTS.md; returns what was written where."""
+    """Judge the drops of results/ anew and write RESULTS.md; returns what was written where.
+
+    In a checkout those that git tracks: a run of one's own must not change a committed file.
+    """
     known = published.load()
     found: list[Row] = []
     times: list[tuple[str, Verdict]] = []
     beside = ""
-    for manifest in sorted(paths.RESULTS.glob("*/manifest.json")):
-        drop = manifest.parent
+    for drop in lanes.tracked() or sorted(x.parent for x in paths.RESULTS.glob("*/manifest.json")):
         try:
             verdict = verify.verify(drop)
             found += rows(drop, verdict)

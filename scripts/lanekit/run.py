@@ -376,7 +376,8 @@ def _require_program(path: str) -> None:
         where = "at" if "/" in path else "on PATH named"
         raise ConfigError(
             f"no program {where} {path}",
-            remedy="Check SERVER_PYTHON= and AIPERF_PYTHON=; the lane's README says what it needs.",
+            remedy="The lane's README says what it needs and where it is had; SERVER_PYTHON= and "
+            "AIPERF_PYTHON= name interpreters that hold the engine and AIPerf.",
         )
 
 

@@ -150,3 +150,19 @@ def test_mpirun_hands_on_every_variable_by_name(bare: machine.Machine) -> None:
     assert handed == set(server.env)
     assert server.command[server.command.index("--host") + 1] == "host-1,host-2"
     assert worker.command[0].endswith("sshd")
+
+
+def test_a_lane_that_runs_on_no_such_machine_says_where_it_does(
+    bare: machine.Machine,
+) -> None:
+    """sglang has no setting for a machine without a GPU, which was a KeyError."""
+    with pytest.raises(ConfigError, match="lane sglang does not run on this machine") as raised:
+        planning.make(planning.Options(lane="sglang"), bare)
+    assert "p5en-x2" in raised.value.remedy
+
+
+def test_hosts_that_nobody_named_are_refused_before_an_engine_is_asked(
+    bare: machine.Machine,
+) -> None:
+    with pytest.raises(ConfigError, match="has 2 hosts and none is named"):
+        make(bare, profile="p5en-x2", launcher="compose")

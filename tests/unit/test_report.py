@@ -1,0 +1,31 @@
+"""RESULTS.md holds what is committed: a run of one's own must not change a committed file."""
+
+import subprocess
+from pathlib import Path
+
+import drops
+import pytest
+
+from lanekit import paths, report
+
+
+def test_in_a_checkout_only_tracked_drops_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    for name in ("20261130T110000Z-cpu-vllm-floor", "20261130T120000Z-cpu-vllm-floor"):
+        drops.drop(results / name, "cpu")
+    published = (paths.RESULTS / "published.toml").read_bytes()
+    (results / "published.toml").write_bytes(published)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(paths, "RESULTS", results)
+    report.write()
+    both = (results / "RESULTS.md").read_text()
+    assert both.count("vllm/floor/c4") >= 2, "outside a checkout every drop is shown"
+    git = ("git", "-C", str(tmp_path))
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "results/20261130T110000Z-cpu-vllm-floor"], check=True)
+    report.write()
+    text = (results / "RESULTS.md").read_text()
+    assert "20261130T110000Z" in text
+    assert "20261130T120000Z" not in text
