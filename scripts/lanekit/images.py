@@ -153,7 +153,7 @@ def _filled(
         "args": arguments,
         "contexts": {
             **bases,
-            **_locks(name, declared, known),
+            **_locks(STAGE / stack / name / "locks", declared, known),
             **{f"src-{source.replace('_', '-')}": place for source, place in sources.items()},
         },
         "labels": {
@@ -177,12 +177,11 @@ def _bases(text: str, stack: str, given: Roots, found: pins.Pins) -> dict[str, s
     }
 
 
-def _locks(target: str, declared: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+def _locks(place: Path, declared: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
     """A folder with just the locks a Dockerfile names, so that no other lock rebuilds it."""
     names = [known[arg] for arg in declared if arg.endswith("_LOCK") and arg in known]
     if not names:
         return {}
-    place = STAGE / target / "locks"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for name in names:

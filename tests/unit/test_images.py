@@ -73,6 +73,13 @@ def test_an_image_sees_only_the_locks_it_names() -> None:
     assert [path.name for path in Path(place).iterdir()] == ["vllm-cu130.txt"]
 
 
+def test_a_stack_leaves_another_stacks_locks_where_bake_reads_them() -> None:
+    """A build of `current` failed on it: a lock was gone that another stack had replaced."""
+    first = images.definition("current", images.Roots())["target"]["sglang"]["contexts"]["locks"]
+    images.definition("2026-07", images.Roots())
+    assert [path.name for path in Path(first).iterdir()] == ["sglang-current.txt"]
+
+
 def test_a_source_is_a_folder_a_file_or_a_url(tmp_path: Path) -> None:
     archive = tmp_path / "installer.tar.gz"
     archive.write_bytes(b"x")
