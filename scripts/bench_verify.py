@@ -40,6 +40,8 @@ def start_up(host: str, number: int) -> list[str]:
             "NET/Plugin: Loaded net plugin Libfabric (v12)",
             *(f"NET/OFI NIC group {n} device #0 0000:{n:02x}:00.0" for n in range(16)),
             "NET/OFI Selected provider is efa, fabric is efa-direct (found 16 nics)",
+            f"ncclCommInitRankConfig comm 0x4b3e7190 rank {rank} nranks 16 cudaDev {local} nvmlDev "
+            f"{local} busId 60 commId 0x673f342b97c2f40c - Init COMPLETE",
             "Assigned NET plugin Libfabric to comm",
             "Assigned GIN plugin Libfabric to comm",
             "Using network Libfabric",
@@ -52,11 +54,14 @@ def start_up(host: str, number: int) -> list[str]:
             "devCommCreate: creating 4 contexts: 4 GIN connections with 1 contexts each",
         ]
         lines += [mark + text for text in texts]
-        lines.append(
-            f"(Worker_DP{rank}_EP{rank} pid={pid}) [lane-evidence] v=1 host={host} pid={pid} "
-            f"rank={rank} local_rank={local} world=16 class=deep_ep.ElasticBuffer deep_ep=2.0.0 "
-            "nccl=2.30.4 nvshmem=3.6.5 gin=proxy qps=17 comms=1 timeout_s=600"
-        )
+        who = f"host={host} pid={pid} rank={rank} local_rank={local} world=16"
+        versions = "nccl=2.30.4 nvshmem=3.6.5"
+        lines += [
+            f"[lane-evidence] v=1 armed {who} {versions} hook=0.3.0 t=1796036730.000",
+            f"(Worker_DP{rank}_EP{rank} pid={pid}) [lane-evidence] v=1 {who} "
+            f"class=deep_ep.ElasticBuffer deep_ep=2.0.0 {versions} gin=proxy qps=17 comms=1 "
+            "timeout_s=600 t=1796036730.000",
+        ]
     return lines
 
 

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import io
+import multiprocessing
 import os
 import re
 import stat
@@ -24,6 +26,7 @@ from lanekit.verdict import Place
 NAME: Final = re.compile(
     r"(?P<stem>.+\.(?:log|txt|out|err))(?:[.-](?P<part>\d{1,6}))?(?P<packed>\.gz|\.zst)?"
 )
+PROCESSES_FROM: Final = 64 << 20  # bytes of logs that are worth starting processes for: 0.2 s each
 BOMB_FLOOR: Final = 1 << 30  # unpacked bytes below which no ratio is suspicious
 BOMB_RATIO: Final = 1100  # gzip cannot pass 1032; a real NCCL log packs about 40 to 1
 FIRST_REQUEST: Final = scan.probe(
@@ -120,10 +123,21 @@ def read(
     ]
     if not logs:
         return Logs({}, ranks.join((), ranks_), {}, frozenset(), 0)
-    scan.fast()
-    with concurrent.futures.ThreadPoolExecutor(min(len(logs), os.cpu_count() or 1)) as pool:
-        results = list(pool.map(lambda log: _scan(log, probes, make), logs))
+    finder = make if scan.fast() else scan.PythonFinder
+    each = functools.partial(_scan, probes=probes, make=finder)
+    with _workers(logs) as pool:
+        results = list(pool.map(each, logs))
     return _together(logs, results, ranks_)
+
+
+def _workers(logs: Sequence[Log]) -> concurrent.futures.Executor:
+    """Threads, since Hyperscan lets others run meanwhile; `bytes.find` does not, so without it
+    large logs are read by processes."""
+    count = min(len(logs), os.cpu_count() or 1)
+    if scan.fast() or count == 1 or sum(log.path.stat().st_size for log in logs) < PROCESSES_FROM:
+        return concurrent.futures.ThreadPoolExecutor(count)
+    fresh = multiprocessing.get_context("spawn")  # a fork would copy other threads' locks
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=fresh)
 
 
 def probe(bound: Bound) -> scan.Probe:

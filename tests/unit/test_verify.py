@@ -15,7 +15,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import contract, judge, paths
+from lanekit import contract, judge, logs, paths, scan
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -109,6 +109,60 @@ def test_the_smallest_good_drop_is_proven(tmp_path: Path, name: str) -> None:
     found = verify(drops.drop(tmp_path / "d", name))
     assert (found.result, found.reason) == ("proven", found.reason)
     assert all(x.outcome == "met" for x in found.checks if x.severity == "required")
+
+
+def without_hyperscan(patch: pytest.MonkeyPatch, path: Path) -> Verdict:
+    """The verdict where the library is not installed."""
+    with patch.context() as there:
+        there.setattr(scan, "fast", lambda: False)
+        return verify(path)
+
+
+@pytest.mark.parametrize("name", contract.names())
+def test_both_engines_give_the_same_verdict(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the good drop, and of drops whose log lacks every third line, or holds other things."""
+    assert scan.fast(), "this machine has Hyperscan: the test would compare nothing"
+    edits: dict[str, drops.Edit] = {
+        "good": list,
+        "thinned": lambda x: [y for n, y in enumerate(x) if n % 3],
+        "foreign": lambda x: [*drops.log("cpu"), *x[::-1]],
+        "odd": lambda x: ["\x1b[33m+ echo", *(f"\x1b[1m{y}\x1b[0m\r" for y in x), "\0\0" * 99],
+    }
+    for kind, edit in edits.items():
+        root = drops.drop(tmp_path / kind, name, edit)
+        assert without_hyperscan(monkeypatch, root) == verify(root)
+
+
+@drops.needs_logs
+@pytest.mark.parametrize("log", sorted((drops.SHARED / "logs").glob("*.log")), ids=lambda p: p.name)
+def test_both_engines_give_the_same_verdict_of_real_logs(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = verify(log, lane="vllm", arm="v2", profile="h200x2")
+    with monkeypatch.context() as there:
+        there.setattr(scan, "fast", lambda: False)
+        assert verify(log, lane="vllm", arm="v2", profile="h200x2") == one
+
+
+def test_without_hyperscan_large_logs_are_read_by_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "vllm-deepep_v2"
+    root.mkdir()
+    lines = drops.log("v2-efa-proxy")
+    for host in drops.HOSTS:
+        mine = [line for line in lines if host in line]
+        (root / f"{host}-serve.log").write_text("\n".join(mine) + "\n")
+    (root / "torn.log.gz").write_bytes(b"no archive")
+    monkeypatch.setattr(logs, "PROCESSES_FROM", 0)
+    with pytest.raises(Unreadable, match="Not a gzipped file"):
+        without_hyperscan(monkeypatch, root)
+    (root / "torn.log.gz").unlink()
+    one = verify(root)
+    assert check(one, "efa-provider").actual == "16 of 16 ranks"
+    assert without_hyperscan(monkeypatch, root) == one
 
 
 @pytest.mark.parametrize("name", [n for n in contract.names() if "efa" in n or "published" in n])
