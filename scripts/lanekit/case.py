@@ -34,6 +34,7 @@ from lanekit.errors import ConfigError, Unreadable
 from lanekit.judge import Facts
 from lanekit.load import Load
 from lanekit.manifest import Manifest
+from lanekit.plan import GatePlan
 from lanekit.verdict import CellRow, Check, Place, Verdict, decide
 
 WAIVERS: Final = "waivers.toml"
@@ -119,28 +120,55 @@ def gate(drop: Path, files: Sequence[Path], manifest: Manifest) -> list[Check]:
     Raises:
         Unreadable: a file of answers that is none.
     """
-    plan = manifest.plan
-    known = answers.questions()
-    if not isinstance(plan.get("gate"), dict):
-        return [coherence.older()]
-    sha = _at(plan, "gate", "sha256")
+    known, plan = answers.questions(), _gate_plan(manifest)
+    if plan is None:
+        run, remains = row.clock(manifest), _gate_remains(drop, files, manifest)
+        return [coherence.absent(run.window.first if run else None, remains)]
     ours, theirs = (
         answers.read(drop / name) if drop / name in files else None
         for name in (answers.NAME, answers.REFERENCE)
     )
-    other = bool(sha) and (theirs is None or drops.sha256(drop / answers.REFERENCE) != sha)
+    held, served = manifest.row, _dict(manifest.plan.get("model"))
     return coherence.checks(
         coherence.Gate(
             ask=known.ask,
             tolerance=known.tolerance,
-            reference=str(_at(plan, "gate", "reference") or ""),
+            reference=plan.reference,
             ours=ours,
             theirs=theirs,
-            untrue="the reference is not the file that was planned"
-            if other and not manifest.redacted  # names in it were replaced; `files` still tells
-            else "",
+            untrue=_untrue(plan, drop / answers.REFERENCE, there=theirs is not None),
+            subject={
+                "lane": held.lane, "arm": held.arm, "profile": held.profile,
+                "model": served.get("source"), "dummy_weights": served.get("dummy_weights"),
+            },
         )
-    )
+    )  # fmt: skip
+
+
+def _gate_plan(manifest: Manifest) -> GatePlan | None:
+    """The planned gate; None where there is none, or one that asks nothing."""
+    with contextlib.suppress(msgspec.ValidationError):
+        found = msgspec.convert(manifest.plan.get("gate"), GatePlan)
+        return found if found.questions else None
+    return None
+
+
+def _gate_remains(drop: Path, files: Sequence[Path], manifest: Manifest) -> str:
+    """What a drop without a sound gate in its plan still has of one."""
+    if manifest.plan.get("gate") is not None:
+        return "something that is none"
+    if any(path.is_relative_to((drop / answers.NAME).parent) for path in files):
+        return "answers in the drop"
+    return "a time that it took" if "coherence" in manifest.timings else ""
+
+
+def _untrue(plan: GatePlan, path: Path, *, there: bool) -> str:
+    """What is wrong with the file of the reference, which the plan names by its digest."""
+    if not plan.sha256 and not plan.drop:
+        return "a reference that was not planned" if there else ""
+    if there and drops.sha256(path) == plan.sha256:
+        return ""
+    return "the reference is not the file that was planned"
 
 
 def _asked(plan: Mapping[str, Any]) -> int:

@@ -6,13 +6,17 @@ coherence.toml` holds the numbers and why they are what they are.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from lanekit.answers import SILENT, Answer, Answers, Ask, Header, Tolerance, digest
 from lanekit.verdict import Check, Outcome, Severity
 
 SHOWN: Final = 3  # faults of a check
+# Runs that began earlier, in UTC, had no gate to plan: it came on 2026-11-30 at 15:30, and the
+# first drop with one began at 15:39.
+SINCE: Final = datetime.datetime(2026, 11, 30, 15, 25)
 SAME: Final = ("lane", "profile", "model", "dummy_weights", "questions")  # of two files of answers
 
 
@@ -20,7 +24,7 @@ SAME: Final = ("lane", "profile", "model", "dummy_weights", "questions")  # of t
 class Gate:
     """What a drop has of its gate. reference: the arm that the plan compares with, empty where
     there is none to compare with; theirs: its answers, None where none were found. untrue: what is
-    wrong with the file they were copied into."""
+    wrong with the file they were copied into. subject: fields of the header that ours must have."""
 
     ask: Ask
     tolerance: Tolerance
@@ -28,6 +32,7 @@ class Gate:
     ours: Answers | None
     theirs: Answers | None
     untrue: str = ""
+    subject: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +50,31 @@ def checks(gate: Gate) -> list[Check]:
     """The checks of a gate; every one is required but where nothing could be claimed."""
     if gate.ours is None:
         return [_check("answers", "failed", "no answers", "every question answered")]
+    if other := _others(gate.ours.header, gate.subject):
+        return [_check("answers", "failed", other, "answers of the row that was planned")]
     whole = _whole(gate.ours, gate.ask)
     if whole.outcome != "met":
         return [whole]  # the others would only repeat it
     return [whole, _alike(gate.ours), _batches(gate, gate.ours), _reference(gate, gate.ours)]
 
 
-def older() -> Check:
-    """What a drop gets that was made before there was a gate."""
+def absent(began: datetime.datetime | None, remains: str) -> Check:
+    """What a drop gets whose plan has no gate. began: UTC. remains: what tells that it had one."""
+    if remains:
+        return _check("answers", "failed", f"no gate in the plan, but {remains}", "a planned gate")
     said = "not compared: the run had no coherence gate"
-    return _check("answers-reference", "unchecked", said, "answers", severity="noted")
+    old = began is not None and began < SINCE
+    severity: Severity = "noted" if old else "required"
+    return _check("answers-reference", "unchecked", said, "answers", severity=severity)
+
+
+def _others(header: Header, subject: Mapping[str, object]) -> str:
+    """How answers are not of the row and the plan they lie beside."""
+    return ", ".join(
+        f"their {key} is {found}, not {wanted}"
+        for key, wanted in subject.items()
+        if (found := getattr(header, key)) != wanted
+    )
 
 
 _WHY: Final = {

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from lanekit import drop, hosts, interrupt, logs, prefix, scan, verify
+from lanekit import answers, drop, hosts, interrupt, logs, prefix, scan, verify
 from lanekit.errors import ConfigError, LaneError, Unreadable
 
 # A word may stand behind an escaped newline of JSON, and a directory behind a compiler's -I.
@@ -195,13 +195,17 @@ def _write(source: Path, scratch: Path) -> None:
 def _seal(
     before: Path, after: Path, digests: dict[str, tuple[str, str, str]], words: Words
 ) -> None:
-    """A file that was not the one the run left keeps its old digest: it stays refuted."""
+    """A file that was not the one the run left keeps its old digest: it stays refuted. The plan's
+    digest of the reference's answers is renewed likewise."""
     listed = msgspec.json.decode(before.read_bytes()).get("files", {})
     found: dict[str, Any] = msgspec.json.decode(after.read_bytes())
     found["files"] = {}
     for name, digest in listed.items():
         old, new, now = digests.get(name, ("", words.replace(name.encode()).decode(), ""))
         found["files"][new] = now if old == digest else digest
+    gate, (old, _, now) = found["plan"].get("gate"), digests.get(answers.REFERENCE, ("", "", ""))
+    if isinstance(gate, dict) and old and gate.get("sha256") == old:
+        gate["sha256"] = now
     drop.atomic(after, msgspec.json.format(msgspec.json.encode(found | {"redacted": True})))
 
 

@@ -1,5 +1,6 @@
 """The coherence gate: each rule with the smallest answers that it alone refuses."""
 
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,7 +416,7 @@ def test_a_lone_prompt_is_not_garbage_for_being_alone() -> None:
 
 
 def test_a_drop_without_a_gate_is_shown_and_decides_nothing() -> None:
-    found = coherence.older()
+    found = coherence.absent(coherence.SINCE - datetime.timedelta(seconds=1), "")
     assert (found.outcome, found.severity, found.group) == ("unchecked", "noted", "answers")
 
 

@@ -3,16 +3,18 @@
 The engine is a stand-in (tests/unit/standin); the CPU lane of tests/lanes asks a real one.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import drops
 import msgspec
 import pytest
 from test_run import Lane, lane  # noqa: F401  (a fixture)
 
-from lanekit import answers, contract, machine, planning, report, verify
+from lanekit import answers, contract, machine, planning, redact, report, verify
 from lanekit.drop import read as read_manifest
 from lanekit.errors import ConfigError
 from lanekit.manifest import SCHEMA
@@ -78,7 +80,7 @@ def test_a_server_that_dies_at_the_gate_is_noticed(lane: Lane) -> None:  # noqa:
 known = pytest.mark.usefixtures("known_lanes")
 
 
-def asked(root: Path, arm: str) -> str:
+def asked(root: Path, arm: str, model: str = "none/none") -> str:
     """Sound answers of an arm of the vllm lane on h200x2; returns the digest of the questions."""
     held = answers.questions().ask
     header = answers.Header(
@@ -86,7 +88,7 @@ def asked(root: Path, arm: str) -> str:
         lane="vllm",
         arm=arm,
         profile="h200x2",
-        model="built:m",
+        model=model,
         dummy_weights=False,
         drop=root.name,
     )
@@ -160,27 +162,101 @@ def test_answers_behind_a_link_are_none(tmp_path: Path) -> None:
     assert check(drop, "answers").outcome == "failed"
 
 
+def gateless(root: Path, **other: Any) -> Path:
+    """A drop without a gate that began when there was one."""
+    late: dict[str, Any] = {
+        "started": "2026-11-30T15:30:00.000+00:00",
+        "ended": "2026-11-30T15:40:00.000+00:00",
+    }
+    return drops.drop(root / "d", "v2-nvlink", **(late | other))
+
+
 @known
-def test_a_drop_older_than_the_gate_says_so(tmp_path: Path) -> None:
-    drop = drops.drop(tmp_path / "d", "v2-nvlink")
+@pytest.mark.parametrize(("hour", "severity"), [("15:24:59", "noted"), ("15:25:00", "required")])
+def test_only_a_drop_older_than_the_gate_may_lack_one(
+    tmp_path: Path, hour: str, severity: str
+) -> None:
+    drop = gateless(tmp_path, started=f"2026-11-30T{hour}+00:00")
     found = check(drop, "answers-reference")
-    assert (found.outcome, found.severity) == ("unchecked", "noted")
+    assert (found.outcome, found.severity) == ("unchecked", severity)
     assert found.actual == "not compared: the run had no coherence gate"
 
 
 @known
-def test_a_reference_that_was_exchanged_is_refuted_unless_names_were_redacted(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("gate", [None, "x", {}, {"questions": ""}, {"questions": 1}])
+def test_a_gate_is_not_switched_off_by_spoiling_its_plan(tmp_path: Path, gate: object) -> None:
     drop = gated(tmp_path / "d")
+    plan = json.loads((drop / "manifest.json").read_text())["plan"]
+    drops.edit_json(drop / "manifest.json", plan=plan | {"gate": gate})
+    found = check(drop, "answers")
+    assert (found.outcome, found.severity) == ("failed", "required")
+
+
+@known
+def test_a_gate_that_took_time_was_one(tmp_path: Path) -> None:
+    drop = gateless(tmp_path, timings={"cell c4": 60.0, "coherence": 3.0})
+    assert "a time that it took" in check(drop, "answers").actual
+
+
+@known
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lane", "sglang"), ("arm", "dense"), ("profile", "cpu"), ("model", "other"),
+     ("dummy_weights", True)],
+)  # fmt: skip
+def test_answers_of_another_row_are_none_of_this(tmp_path: Path, key: str, value: Any) -> None:
+    drop = gated(tmp_path / "d")
+    header(drop, **{key: value})
+    drops.seal(drop)
+    found = check(drop, "answers")
+    assert (found.outcome, found.severity) == ("failed", "required")
+    assert f"their {key} is {value}, not" in found.actual
+
+
+def referenced(root: Path, **gate: str) -> Path:
+    """A drop with a file of reference answers, and what its plan says of that."""
+    drop = gated(root / "d")
     shutil.copy(drop / answers.NAME, drop / answers.REFERENCE)
     manifest = json.loads((drop / "manifest.json").read_text())
-    manifest["plan"]["gate"]["sha256"] = "0" * 64
+    manifest["plan"]["gate"].update(gate)
     (drop / "manifest.json").write_text(json.dumps(manifest))
-    drops.seal(drop)
+    return drops.seal(drop)
+
+
+@known
+@pytest.mark.parametrize("redacted", [False, True])
+def test_a_reference_that_was_exchanged_is_refuted(tmp_path: Path, redacted: bool) -> None:
+    drop = referenced(tmp_path, sha256="0" * 64)
+    drops.edit_json(drop / "manifest.json", redacted=redacted)
     assert "not the file that was planned" in check(drop, "answers-reference").actual
-    drops.edit_json(drop / "manifest.json", redacted=True)
-    assert "its arm is v2" in check(drop, "answers-reference").actual
+
+
+@known
+@pytest.mark.parametrize("gate", [{"drop": "/d"}, {"sha256": "0" * 64}])
+def test_a_planned_reference_that_is_gone_is_refuted(tmp_path: Path, gate: dict[str, str]) -> None:
+    drop = referenced(tmp_path, **gate)
+    (drop / answers.REFERENCE).unlink()
+    found = check(drops.seal(drop), "answers-reference")
+    assert (found.outcome, found.severity) == ("failed", "required")
+
+
+@known
+def test_a_reference_that_nobody_planned_is_refuted(tmp_path: Path) -> None:
+    assert "not planned" in check(referenced(tmp_path), "answers-reference").actual
+
+
+@known
+def test_a_redacted_reference_is_still_the_planned_one(tmp_path: Path) -> None:
+    drop = referenced(tmp_path)
+    header(drop, arm="dense", name=answers.REFERENCE, drop="/home/me/one")
+    sha = hashlib.sha256((drop / answers.REFERENCE).read_bytes()).hexdigest()
+    plan = json.loads((drop / "manifest.json").read_text())["plan"]
+    plan["gate"]["sha256"] = sha
+    drops.edit_json(drop / "manifest.json", plan=plan)
+    redact.redact(drops.seal(drop), tmp_path / "out")
+    assert read_manifest(tmp_path / "out").plan["gate"]["sha256"] != sha
+    for each in (drop, tmp_path / "out"):
+        assert check(each, "answers-reference").outcome == "met"
 
 
 H200 = planning.Options(
@@ -188,11 +264,11 @@ H200 = planning.Options(
 )
 
 
-def header(drop: Path, **change: object) -> None:
+def header(path: Path, name: str = answers.NAME, **change: Any) -> None:
     """Change the header of a drop's answers."""
-    first, _, rest = (drop / answers.NAME).read_bytes().partition(b"\n")
+    first, _, rest = (path / name).read_bytes().partition(b"\n")
     changed = msgspec.json.encode(json.loads(first) | change)
-    (drop / answers.NAME).write_bytes(changed + b"\n" + rest)
+    (path / name).write_bytes(changed + b"\n" + rest)
 
 
 def planned(bare: machine.Machine, results: Path, **options: str) -> object:
@@ -204,7 +280,7 @@ def planned(bare: machine.Machine, results: Path, **options: str) -> object:
 
 def as_reference(results: Path, name: str) -> Path:
     """A complete drop of the reference arm, as far as a plan looks at it."""
-    asked(results / name, "dense-graph")
+    asked(results / name, "dense-graph", "built:m")
     row = {"lane": "vllm", "arm": "dense-graph", "profile": "h200x2", "cells": []}
     manifest = {"row": row, "stack": "2026-07", "state": "complete", "started": "2026-11-30"}
     empty = {"plan": {}, "git": {}, "environment": {}, "schema": SCHEMA}
