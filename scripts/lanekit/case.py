@@ -222,14 +222,14 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
     return msgspec.structs.replace(found, micro=tuple(rows))
 
 
-def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[object]) -> batch.Taken:
+def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]) -> batch.Taken:
     """A cell's records beside its command, its log and the run's clock."""
     planned = _at(manifest.plan, "cells", cell)
     log, command = subject.root / str(_at(planned, "log")), _at(planned, "command")
     printed: frozenset[tuple[str, ...]] = frozenset()
     if log in subject.files:
         with logs.errors(log), logs.opened(log) as stream:
-            printed = batch.printed(stream)
+            printed = batch.printed(stream, found)
     words = tuple(map(str, command)) if isinstance(command, list) else ()
     return batch.Taken(found, words, printed, row.clock(manifest))
 
@@ -449,30 +449,28 @@ def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]
 
 def _own_loads(drop: Path) -> list[Load]:
     """The load points a stranger's drop holds, planned as AIPerf's own configuration says."""
-    loads: list[Load] = []
+    loads: dict[str, Load] = {}
     for folder in records.find(drop):
         cell = records.read(folder)
         name = f"c{cell.concurrency}" if cell.concurrency else folder.name
-        for other in (x.folder for x in loads if x.name == name):
+        if name in loads:
             raise ConfigError(
-                f"{drop}: holds more than one run: {other} and {folder.relative_to(drop)} are both "
-                f"{name}",
+                f"{drop}: holds more than one run: {loads[name].folder} and "
+                f"{folder.relative_to(drop)} are both {name}",
                 remedy="Judge each run on its own: their evidence must not be added up.",
             )
-        loads.append(
-            Load(
-                name=name,
-                folder=str(folder.relative_to(drop)),
-                cell=cell,
-                concurrency=cell.concurrency,
-                requests=cell.asked,
-                isl=cell.isl_asked,
-                osl=cell.osl_asked,
-                version=cell.version,
-                model=cell.model,
-            )
+        loads[name] = Load(
+            name=name,
+            folder=str(folder.relative_to(drop)),
+            cell=cell,
+            concurrency=cell.concurrency,
+            requests=cell.asked,
+            isl=cell.isl_asked,
+            osl=cell.osl_asked,
+            version=cell.version,
+            model=cell.model,
         )
-    return sorted(loads, key=lambda x: (x.concurrency or 0, x.name))
+    return sorted(loads.values(), key=lambda x: (x.concurrency or 0, x.name))
 
 
 def _window(load: Load) -> tuple[float, float] | None:

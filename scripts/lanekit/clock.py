@@ -37,6 +37,12 @@ def window(head: bytes, tail: bytes, near: Moment) -> Window | None:
     return Window(min(firsts), max(lasts, default=None)) if firsts else None
 
 
+def stated(data: bytes) -> bytes:
+    """The times that bytes state, each once and in their order: all that `window` looks at."""
+    found = (match.group() for form in _FORMS for match in form.finditer(data))
+    return b"\n".join(dict.fromkeys(found))
+
+
 def _moments(form: re.Pattern[bytes], data: bytes, near: Moment) -> Iterator[Moment]:
     for match in form.finditer(data):
         parts = {k: v.decode() for k, v in match.groupdict().items()}

@@ -11,6 +11,9 @@ from lanekit.batch import Taken
 from lanekit.micro import NAME, Record, Shape, rows
 from lanekit.verdict import Check, Outcome, Place
 
+SHAPES: Final = 1 << 12  # of a sweep; the largest has 72
+SHOWN: Final = 16  # repetitions
+LARGEST: Final = (1 << 16, 1 << 10)  # experts and topk of a shape; models of 2026 have 512 and 16
 EXCHANGES: Final = ("dispatch", "combine", "pair")
 
 
@@ -57,8 +60,11 @@ def _whole(records: Sequence[Record], ranks: int) -> Iterator[str]:
     }
     if worlds != {ranks}:
         yield f"world {', '.join(sorted(map(str, worlds))) or 'unknown'}, not {ranks}"
-    groups = list(dict.fromkeys((r.mode, r.max_tokens) for r in records if r.tokens))
-    places = [(groups.index((r.mode, r.max_tokens)) if r.tokens else -1, r.rep)
+    groups: dict[tuple[str, int], int] = {}
+    for r in records:
+        if r.tokens:
+            groups.setdefault((r.mode, r.max_tokens), len(groups))
+    places = [(groups[r.mode, r.max_tokens] if r.tokens else -1, r.rep)
               for r in records if r.kind in ("check", "time")]  # fmt: skip
     if places != sorted(places):
         yield "floors, modes and repetitions are not in order"
@@ -108,6 +114,8 @@ def _carried(shape: Shape, moved: Mapping[str, int], ranks: int) -> str:
         or not topk
         or not experts
         or topk > experts
+        or experts > LARGEST[0]
+        or topk > LARGEST[1]
         or experts % ranks
         or not {*EXCHANGES} <= {*moved}
     ):
@@ -139,8 +147,12 @@ def _as_planned(taken: Taken) -> list[str] | None:
     if found is None:
         return None
     program, options, wrong = found
-    shapes = [Shape(x.dtype, x.tokens, x.hidden, x.topk, x.experts, x.max_tokens, x.sms)
-              for x in program.shapes(options)]  # fmt: skip
+    shapes = dict.fromkeys(
+        Shape(x.dtype, x.tokens, x.hidden, x.topk, x.experts, x.max_tokens, x.sms)
+        for x in itertools.islice(program.shapes(options), SHAPES + 1)
+    )
+    if len(shapes) > SHAPES:
+        return [f"more than {SHAPES} shapes planned"]
     seen: dict[tuple[str, str, Shape | int], list[int]] = defaultdict(list)
     for r in taken.records:
         if r.kind == "time":
@@ -151,9 +163,9 @@ def _as_planned(taken: Taken) -> list[str] | None:
         seen[op, mode, each] += []
     for (op, mode, shape), reps in seen.items():
         planned = not isinstance(shape, Shape) or (mode in options.modes and shape in shapes)
-        if not planned or reps != list(range(options.repeat)):
+        if not planned or len(reps) != options.repeat or reps != list(range(len(reps))):
             size = f"{shape.dtype} {shape.tokens}" if isinstance(shape, Shape) else shape
-            wrong.append(f"{op} {mode} {size}: repetitions {reps or 'none'}, " + (
+            wrong.append(f"{op} {mode} {size}: repetitions {reps[:SHOWN] or 'none'}, " + (
                 f"{options.repeat} planned" if planned else "not planned"))  # fmt: skip
     return wrong
 

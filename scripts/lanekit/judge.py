@@ -39,8 +39,8 @@ class Logs:
     """What all logs of a drop gave.
 
     first_request: stream -> (part, line) of its first answered request. overflow: probes that gave
-    more than is kept. files: logs that hold anything. ends: the first and last bytes of each log,
-    where times are looked for. armed: the lines of processes that the evidence hook was in;
+    more than is kept. files: logs that hold anything. ends: the times that the first and last
+    bytes of each log state. armed: the lines of processes that the evidence hook was in;
     watched: those processes, pid -> hosts; times: when such a line was printed, in seconds since
     the epoch.
     """

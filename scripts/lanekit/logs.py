@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from lanekit import ranks, scan
+from lanekit import clock, ranks, scan
 from lanekit.contract import Bound
 from lanekit.errors import Unreadable
 from lanekit.judge import Line, Logs
@@ -27,8 +27,14 @@ NAME: Final = re.compile(
     r"(?P<stem>.+\.(?:log|txt|out|err))(?:[.-](?P<part>\d{1,6}))?(?P<packed>\.gz|\.zst)?"
 )
 PROCESSES_FROM: Final = 64 << 20  # bytes of logs that are worth starting processes for: 0.2 s each
-BOMB_FLOOR: Final = 1 << 30  # unpacked bytes below which no ratio is suspicious
-BOMB_RATIO: Final = 1100  # gzip cannot pass 1032; a real NCCL log packs about 40 to 1
+# Unpacked bytes that a drop's packed logs share, whatever their ratio: equal request lines, 800,000
+# of them, pack far better than the 40 to 1 of a real NCCL log. Beyond it BOMB_RATIO holds; 300 to 1
+# of 20 MB took 46 s (2026-11-30).
+BOMB_ALLOWANCE: Final = 64 << 20
+BOMB_RATIO: Final = 100
+PACKED: Final = (".gz", ".zst")
+LOGS: Final = 1 << 10  # of a drop, rotated parts counted; 16 hosts of 8 ranks leave 130
+_SPLIT: Final = re.compile(r"\.(?:log|txt|out|err)[.-]0\d")
 FIRST_REQUEST: Final = scan.probe(
     "first-request", 'HTTP/1.1" 200', r'"POST /\S+ HTTP/1\.1" 200', said=True, once=True
 )
@@ -82,7 +88,11 @@ def _refuse(error: OSError) -> None:
 
 
 def find(root: Path, files: Sequence[Path], *, ours: bool) -> list[Log]:
-    """The serve logs among the files of a drop: not AIPerf's own, and nothing in its folders."""
+    """The serve logs among the files of a drop: not AIPerf's own, and nothing in its folders.
+
+    Raises:
+        Unreadable: there are more than LOGS.
+    """
     aiperf = {path.parent for path in files if path.name == SUMMARY}
     found = []
     for path in files:
@@ -96,15 +106,28 @@ def find(root: Path, files: Sequence[Path], *, ours: bool) -> list[Log]:
         # Rotation counts upwards into the past; a split counts upwards into the future, from 0.
         part = -int(match["part"]) if match["part"] else 0
         found.append(Log(path, str(name), host, str(name.with_name(match["stem"])), part))
-    return [_ordered(log, found) for log in found]
+    if len(found) > LOGS:
+        raise Unreadable(
+            f"{root}: {len(found)} logs, more than {LOGS}",
+            remedy="Judge the logs of one run, and each rank's or host's as one file.",
+        )
+    return _ordered(found)
 
 
-def _ordered(log: Log, among: Sequence[Log]) -> Log:
+def _ordered(found: Sequence[Log]) -> list[Log]:
     """Parts numbered with leading zeros come from `split`: they run forwards."""
-    parts = [x for x in among if x.stream == log.stream]
-    forwards = len(parts) > 1 and all(re.search(r"\.(?:log|txt|out|err)[.-]0\d", x.name) or
-                                      x.part == 0 for x in parts)  # fmt: skip
-    return msgspec.structs.replace(log, part=-log.part) if forwards else log
+    streams: dict[str, list[Log]] = defaultdict(list)
+    for log in found:
+        streams[log.stream].append(log)
+    forwards = {
+        stream
+        for stream, parts in streams.items()
+        if len(parts) > 1 and all(x.part == 0 or _SPLIT.search(x.name) for x in parts)
+    }
+    return [
+        msgspec.structs.replace(log, part=-log.part) if log.stream in forwards else log
+        for log in found
+    ]
 
 
 def read(
@@ -124,7 +147,8 @@ def read(
     if not logs:
         return Logs({}, ranks.join((), ranks_), {}, frozenset(), 0)
     finder = make if scan.fast() else scan.PythonFinder
-    each = functools.partial(_scan, probes=probes, make=finder)
+    allowance = BOMB_ALLOWANCE // (sum(x.path.suffix in PACKED for x in logs) or 1)
+    each = functools.partial(_scan, probes=probes, make=finder, allowance=allowance)
     with _workers(logs) as pool:
         results = list(pool.map(each, logs))
     return _together(logs, results, ranks_)
@@ -182,15 +206,18 @@ def _watched(armed: Sequence[Line]) -> dict[str, set[str]]:
     return dict(found)
 
 
-def _scan(log: Log, probes: Sequence[scan.Probe], make: Any) -> tuple[scan.Found, list[Line]]:
+def _scan(
+    log: Log, probes: Sequence[scan.Probe], make: Any, allowance: int
+) -> tuple[scan.Found, list[Line]]:
     with errors(log.path):
-        with opened(log.path) as stream:
+        with opened(log.path, allowance) as stream:
             found = scan.scan(stream, probes, make=make)
         marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
-        with opened(log.path) as stream:
+        with opened(log.path, allowance) as stream:
             numbers = scan.line_numbers(stream, marks)
         if found.size and not found.evidence:
-            _refuse_zeros(log.path)
+            _refuse_zeros(log.path, allowance)
+    found.head, found.tail = clock.stated(found.head), clock.stated(found.tail)
     lines = [
         Line(x, Place(log.name, numbers[x.first]), Place(log.name, numbers[x.last]), log.host,
              log.stream, log.part)
@@ -199,8 +226,8 @@ def _scan(log: Log, probes: Sequence[scan.Probe], make: Any) -> tuple[scan.Found
     return found, lines
 
 
-def _refuse_zeros(path: Path) -> None:
-    with opened(path) as stream:
+def _refuse_zeros(path: Path, allowance: int) -> None:
+    with opened(path, allowance) as stream:
         while block := stream.read(scan.BLOCK):
             if block.strip(b"\0"):
                 return
@@ -226,10 +253,11 @@ def errors(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A log's bytes, unpacked on the way; a decompression bomb is refused."""
+def opened(path: Path, allowance: int | None = None) -> Iterator[BinaryIO]:
+    """A log's bytes, unpacked on the way; a decompression bomb is refused. allowance: bytes that it
+    may unpack to whatever its ratio, all of BOMB_ALLOWANCE where it is read alone."""
     with path.open("rb", buffering=0) as raw:
-        if path.suffix not in (".gz", ".zst"):
+        if path.suffix not in PACKED:
             yield raw
             return
         inner: Any
@@ -239,7 +267,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             inner = gzip.GzipFile(fileobj=raw)
         else:
             inner = _Zstd(raw)
-        bounded = _Bounded(inner, path)
+        bounded = _Bounded(inner, path, BOMB_ALLOWANCE if allowance is None else allowance)
         yield io.BufferedReader(bounded, scan.BLOCK)
 
 
@@ -274,9 +302,9 @@ class _Zstd:
 class _Bounded(io.RawIOBase):
     """A stream that refuses to unpack into absurdly more than was packed."""
 
-    def __init__(self, inner: Any, path: Path) -> None:
+    def __init__(self, inner: Any, path: Path, allowance: int) -> None:
         self.inner, self.path, self.given = inner, path, 0
-        self.most = max(BOMB_FLOOR, path.stat().st_size * BOMB_RATIO)
+        self.most = allowance + path.stat().st_size * BOMB_RATIO
 
     def readable(self) -> bool:
         """Always."""

@@ -46,6 +46,8 @@ JOINS: Final = (
     ),
 )
 
+TORN: Final = 64  # names a host; one of a glued digit or two for each of its ranks, no more
+
 
 class Key(msgspec.Struct, frozen=True, order=True):
     """A rank: its host (short name) and its number on it."""
@@ -119,7 +121,7 @@ def untorn(keys: set[Key], hosts: int) -> set[Key]:
     are more hosts than expected, a host that ends with another's name is that host.
     """
     names = {key.host for key in keys} - {""}
-    if len(names) <= hosts:
+    if not hosts < len(names) <= TORN * hosts:  # each is compared with each
         return keys
     real = {name: min((n for n in names if name.endswith(n)), key=len) for name in names}
     return {Key(real.get(key.host, ""), key.local) for key in keys}

@@ -12,6 +12,7 @@ from lanekit.batch import Taken
 from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place, StepRow
 
+SHOWN: Final = 40  # characters of a number that is not the harness's own
 FORMAT: Final = 1  # of steps.jsonl
 NAME: Final = "steps.jsonl"
 ENGINES: Final = ("megatron-core", "nemo-rl")
@@ -172,7 +173,8 @@ def _whole(asked: Asked, first: Mapping[str, int]) -> Answer:
     ends = kinds[:1] == ["run"] and kinds[-1:] == ["done"]
     once = kinds.count("run") == kinds.count("done") == 1
     planned = records[0].settings.get("steps") if records else None
-    last = planned if isinstance(planned, int) and planned > 0 else None
+    # A forged number of steps that nobody recorded is not counted up to.
+    last = planned if isinstance(planned, int) and 0 < planned <= len(records) else None
     want = {role: last and [*range(n, last + 1)] for role, n in first.items()}
     seen = {role: [record.step for record in _steps(records, role)] for role in first}
     over = {record.dispatcher for record in _steps(records, "arm")}
@@ -181,12 +183,13 @@ def _whole(asked: Asked, first: Mapping[str, int]) -> Answer:
     roles = [record.role for record in records if record.kind == "step"]
     plain = {record.dispatcher for record in _steps(records, "reference")}
     whole = whole and roles == sorted(roles, reverse=True) and plain <= {REFERENCE}
+    shown = want.get("arm") or str(planned)[:SHOWN]
     told = ", ".join(f"{role} steps {steps}" for role, steps in seen.items())
     return (
         "complete",
         "met" if whole and seen == want else "failed" if records else "unchecked",
         "every step ran on every rank, over the arm and over its reference where it has one",
-        f"world {asked.ranks}, dispatcher {asked.dispatcher}, steps {want.get('arm')}",
+        f"world {asked.ranks}, dispatcher {asked.dispatcher}, steps {shown}",
         f"world {_listed(worlds)}, dispatcher {_listed(over)}, {told}",
         "Read the cell's log; run the lane again.",
     )

@@ -94,7 +94,7 @@ def test_a_flex_arm_trains_as_the_plain_all_to_all(
     assert said.count(f"deep_ep.{buffer} constructed") == 2
     records = training.read(tmp_path / training.NAME)
     command = ("python", "train.py", "--arm", arm, "--out", str(tmp_path), *SHAPE)
-    taken = batch.Taken(records, command, batch.printed(io.BytesIO(said.encode())), None)
+    taken = batch.Taken(records, command, batch.printed(io.BytesIO(said.encode()), records), None)
     checks = training.judge({"steps": (training.NAME, taken)}, 2, arm=arm, nics=0)
     assert [x.id for x in checks if x.outcome != "met"] == ["steps-traffic", "same-run"]
     assert losses(tmp_path, "arm") == pytest.approx(losses(tmp_path, "reference"), abs=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import drops
+import msgspec
 import pytest
 
 from lanekit import batch, exchanges, micro
@@ -39,7 +40,7 @@ def judged(
     (folder / micro.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = drops.micro(folder, lines) if printed_too else table
     text = "\n".join(log(["[micro] v=1 host=vm", *told])).encode()
-    shown = batch.printed(io.BytesIO(text))
+    shown = batch.printed(io.BytesIO(text), micro.read(folder / micro.NAME))
     taken = batch.Taken(micro.read(folder / micro.NAME), command, shown, run)
     return {x.id.removeprefix("c4-"): x for x in exchanges.judge({"c4": taken}, world)}
 
@@ -231,9 +232,32 @@ def test_no_records_are_no_pass(tmp_path: Path) -> None:
     assert all(x.outcome != "met" for x in found)
 
 
+def test_a_log_of_other_lines_is_not_kept_and_one_of_rows_alone_is_refused(tmp_path: Path) -> None:
+    """1.5 million lines of 10 words were each compared with each row (2026-11-30)."""
+    drops.micro(tmp_path, drops.exchanged(2))
+    records = micro.read(tmp_path / micro.NAME)
+    other = b"".join(b"%d b c d e f g h i j\n" % n for n in range(50_000))
+    assert batch.printed(io.BytesIO(other), records) == frozenset()
+    rows = b"".join(b"dispatch %d c d e f g h i j\n" % n for n in range(50_000))
+    with pytest.raises(Unreadable, match="rows of its table"):
+        batch.printed(io.BytesIO(rows), records)
+
+
+def test_a_forged_number_is_not_counted_up_to(tmp_path: Path) -> None:
+    """Each ended in the kernel's hands, or not at all (2026-11-30)."""
+    found = judged(tmp_path, command=(*COMMAND, "--repeat", str(10**12)))
+    assert found["planned"].outcome == "failed"
+    numbers = ",".join(map(str, range(1, 5000)))
+    found = judged(tmp_path, command=(*COMMAND, f"--tokens={numbers}"))
+    assert "more than 4096 shapes planned" in found["planned"].actual
+    found = judged(tmp_path, each("time", experts=2 * 10**8, topk=10**8))
+    assert found["correct"].outcome == "failed"
+
+
 def test_a_log_of_one_endless_line_is_read_in_pieces() -> None:
     stream = io.BytesIO(b"x " * (1 << 20) + b"\n" + b"pair eager bf16 8 8 9 1.0 1.0 1.0 0.0% 1.0\n")
-    assert len(batch.printed(stream)) == 1
+    records = [msgspec.convert({"v": 1, "kind": "time", "op": "pair"}, micro.Record)]
+    assert len(batch.printed(stream, records)) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 16])

@@ -139,6 +139,11 @@ def test_hosts_whose_names_end_alike_stay_two() -> None:
     assert ranks.untorn(keys, 2) == keys
 
 
+def test_names_beyond_any_fleet_are_not_compared_with_each_other() -> None:
+    keys = {ranks.Key(f"h{n}", 0) for n in range(8000)} | {ranks.Key("0h1", 0)}
+    assert ranks.untorn(keys, 1) == keys
+
+
 @pytest.mark.parametrize("flood", ["Selected provider is efa, fabric is x{} (found 1 nics)", "x{}"])
 def test_a_forbidden_line_behind_a_flood_is_still_found(
     tmp_path: Path, flood: str, monkeypatch: pytest.MonkeyPatch
@@ -289,12 +294,37 @@ def test_aiperf_s_own_logs_are_not_serve_logs(tmp_path: Path) -> None:
 def test_a_decompression_bomb_is_refused(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "BOMB_FLOOR", 8 << 20)
-    monkeypatch.setattr(logs, "BOMB_RATIO", 100)
+    monkeypatch.setattr(logs, "BOMB_ALLOWANCE", 8 << 20)
     zeros = b"\0" * (64 << 20)
     packed = gzip.compress(zeros) if suffix == ".gz" else zstandard.compress(zeros)
     (tmp_path / f"serve.log{suffix}").write_bytes(packed)
-    with pytest.raises(Unreadable, match="unpacks to more than 8 MiB"):
+    with pytest.raises(Unreadable, match=r"unpacks to more than (8|14) MiB"):
+        checks(tmp_path, "cpu")
+
+
+def test_packed_logs_share_what_they_may_unpack_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "BOMB_ALLOWANCE", 8 << 20)
+    for number in range(16):
+        (tmp_path / f"{number}.log.gz").write_bytes(gzip.compress(b"\n" * (4 << 20)))
+    with pytest.raises(Unreadable, match="unpacks to more than 0 MiB"):
+        checks(tmp_path, "cpu")
+
+
+def test_of_a_log_s_ends_its_times_alone_are_kept(tmp_path: Path) -> None:
+    lines = [drops.BEGIN, "x" * 60_000, drops.END, "y" * 60_000]
+    (tmp_path / "serve.log").write_bytes(joined(lines))
+    read = logs.read(logs.find(tmp_path, list(logs.inside(tmp_path)), ours=False), (), 1)
+    head, tail = read.ends[0]
+    assert head == b" INFO 11-30 11:00:00 [\n INFO 11-30 11:12:00 ["
+    assert len(tail) < 100
+
+
+def test_a_folder_of_too_many_logs_is_refused(tmp_path: Path) -> None:
+    for number in range(logs.LOGS + 1):
+        (tmp_path / f"{number}.log").touch()
+    with pytest.raises(Unreadable, match="more than 1024"):
         checks(tmp_path, "cpu")
 
 

@@ -62,6 +62,10 @@ def test_good_records_meet_every_rule(tmp_path: Path) -> None:
         (lambda lines: lines.append(lines[0]), "steps-complete failed, same-run unchecked"),
         (lambda lines: lines[0].update(world=1), "steps-complete failed"),
         (
+            lambda lines: lines[0].update(settings={"steps": 10**12}),
+            "steps-complete failed, steps-planned failed",
+        ),
+        (
             lambda lines: lines[0].update(settings={"steps": 4}),
             "steps-complete failed, steps-planned failed",
         ),
