@@ -1,12 +1,13 @@
 """RESULTS.md holds what is committed: a run of one's own must not change a committed file."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import drops
 import pytest
 
-from lanekit import paths, report
+from lanekit import lanes, paths, report, verify
 
 
 def test_in_a_checkout_only_tracked_drops_are_shown(
@@ -29,3 +30,12 @@ def test_in_a_checkout_only_tracked_drops_are_shown(
     text = (results / "RESULTS.md").read_text()
     assert "20261130T110000Z" in text
     assert "20261130T120000Z" not in text
+
+
+@pytest.mark.parametrize("drop", lanes.tracked(), ids=lambda drop: drop.name)
+def test_a_committed_row_is_proven_and_says_so_itself(drop: Path) -> None:
+    """A later rule or contract that a committed row does not meet takes the row with it."""
+    found = verify.verify(drop)
+    assert found.result == "proven", found.reason
+    stored = json.loads((drop / "verdict.json").read_text())
+    assert (stored["result"], stored["contract"]) == (found.result, found.contract)
