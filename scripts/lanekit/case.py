@@ -379,6 +379,7 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
                 osl=_int(_at(cell, "osl")),
                 version=_text(_at(plan, "pins", "aiperf")),
                 model=_text(_at(plan, "model", "served_name")),
+                url=_text(plan.get("url")),
             )
         )
     return loads, sorted(folders)

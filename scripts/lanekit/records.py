@@ -58,7 +58,8 @@ class Records:
     """The records of a load point. osl: mean output tokens. duplicates: request ids, or start and
     end to the nanosecond, seen again. unnamed: records without a request id, of which nobody can
     say whether they are copies. faults: records whose own numbers contradict each other. window:
-    first start and last end, seconds since the epoch. in_flight: the most requests open at once."""
+    first start and last end, seconds since the epoch. in_flight: the most requests open at once.
+    chunked: records that state when each chunk of their answer came."""
 
     figures: CellFigures
     osl: float | None
@@ -67,6 +68,7 @@ class Records:
     faults: tuple[str, ...]
     window: tuple[float, float] | None
     in_flight: int
+    chunked: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Cell:
     """A load point as AIPerf left it; records is None where no JSONL was exported.
 
     concurrency, asked, isl_asked, osl_asked, model: AIPerf's own configuration. error_kinds: its
-    error_summary, None when absent. start, end: its local clock, without zone.
+    error_summary, None when absent. start, end: its local clock, without zone. url: whom it asked,
+    None where it says none, or several.
     """
 
     folder: Path
@@ -91,6 +94,8 @@ class Cell:
     error_kinds: int | None
     start: datetime.datetime | None
     end: datetime.datetime | None
+    url: str | None
+    streaming: bool
 
     @property
     def figures(self) -> CellFigures:
@@ -111,6 +116,10 @@ class _Metrics(msgspec.Struct, frozen=True):
     time_to_first_token: _Value = _Value()
     output_sequence_length: _Value = _Value()
     inter_chunk_latency: _Values = _Values()
+    output_token_count: _Value = _Value()
+    reasoning_token_count: _Value = _Value()
+    inter_token_latency: _Value = _Value()
+    output_token_throughput_per_user: _Value = _Value()
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -181,7 +190,14 @@ def read(folder: Path) -> Cell:
         error_kinds=None if found.error_summary is None else len(found.error_summary),
         start=_time(found.start_time),
         end=_time(found.end_time),
+        url=_url(_dig(config, "endpoint", "urls")),
+        streaming=_dig(config, "endpoint", "streaming") is True,
     )
+
+
+def _url(listed: Any) -> str | None:
+    one = isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], str)
+    return listed[0].rstrip("/") if one else None
 
 
 def _summary_figures(found: _Summary) -> CellFigures:
@@ -232,7 +248,7 @@ class _Tally:
         self.ids, self.spans = array("q"), array("q")
         self.starts, self.ends, self.answered = array("q"), array("q"), array("q")
         self.ttft, self.itl = array("d"), array("d")
-        self.failed = self.unnamed = 0
+        self.failed = self.unnamed = self.chunked = 0
         self.tokens = 0.0
         self.faults: list[str] = []
 
@@ -256,6 +272,7 @@ class _Tally:
         self.ends.append(end)
         self.answered.append(begin + round((record.metrics.request_latency.value or 0) * 1e6))
         self.tokens += length
+        self.chunked += record.metrics.inter_chunk_latency.value is not None
         self.ttft.append(wait)
         if per_token is not None:
             self.itl.append(per_token)
@@ -287,6 +304,7 @@ class _Tally:
             faults=tuple(self.faults),
             window=window,
             in_flight=_in_flight(self.starts, self.ends),
+            chunked=self.chunked,
         )
 
 
@@ -349,7 +367,25 @@ def _times(
     if chunks and abs(wait + sum(chunks) - latency) > 0.001:
         return f"its chunks do not add up to its latency {latency:.1f} ms", None
     per_token = (latency - wait) / (length - 1) if length > 1 else None
+    if not _bears_out(metrics, length, per_token):
+        return f"its own figures are not those of {length:.0f} tokens", None
     return "", (start, stop, wait, per_token, length)
+
+
+def _bears_out(metrics: _Metrics, length: float, per_token: float | None) -> bool:
+    """Whether what a record states beside its length fits it, as in all of 18 real load points
+    (AIPerf 0.10.0, 2026-07 and 2026-11-30): tokens counted, time a token, and tokens a second."""
+    count, thought = metrics.output_token_count.value, metrics.reasoning_token_count.value
+    if count is not None and count + (thought or 0) != length:
+        return False
+    said, rate = metrics.inter_token_latency.value, metrics.output_token_throughput_per_user.value
+    if said is not None and per_token is not None and not _alike(said, per_token):
+        return False
+    return not rate or not per_token or _alike(rate, 1000 / per_token)
+
+
+def _alike(said: float, found: float) -> bool:
+    return math.isclose(said, found, rel_tol=TOLERANCE, abs_tol=1e-9)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, _Record]]:

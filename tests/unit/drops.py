@@ -65,6 +65,7 @@ ALLTOALL: Final = (
     "<AlltoallMethodType.{}>"
 )
 
+URL: Final = "http://127.0.0.1:8000"
 JOINED: Final = 1_796_036_730.0  # 2026-11-30 11:05:30 UTC: when the ranks had met
 
 Edit = Callable[[list[str]], list[str]]
@@ -396,7 +397,7 @@ def plan_of(name: str, cells: Sequence[str]) -> dict[str, Any]:
         contract=name,
         contract_sha256=contract.digest(name),
         model=ModelPlan("/models/tiny", "tiny", "none/none", dummy_weights=False),
-        url="",
+        url=URL,
         port=8000,
         ports={"server": 8000},
         ready_s=0,
@@ -444,7 +445,10 @@ def record(number: int, *, start: float = START, osl: int = 128) -> dict[str, An
             "request_latency": {"value": latency, "unit": "ms"},
             "time_to_first_token": {"value": 100.0, "unit": "ms"},
             "output_sequence_length": {"value": osl, "unit": "tokens"},
+            "output_token_count": {"value": osl, "unit": "tokens"},
             "inter_chunk_latency": {"value": [10.0] * (osl - 1), "unit": "ms"},
+            "inter_token_latency": {"value": 10.0, "unit": "ms"},
+            "output_token_throughput_per_user": {"value": 100.0, "unit": "tokens/sec/user"},
         },
         "error": None,
     }
@@ -468,6 +472,7 @@ def summary(requests: int, concurrency: int, *, osl: int = 128) -> dict[str, Any
         "output_sequence_length": {"unit": "tokens", "avg": float(osl)},
         "benchmark_duration": {"unit": "sec", "avg": wall},
         "input_config": {
+            "endpoint": {"urls": [URL], "streaming": True},
             "models": {"items": [{"name": "tiny"}]},
             "datasets": [{"prompts": {"isl": {"mean": 120.0}, "osl": {"mean": float(osl)}}}],
             "phases": [{"name": "profiling", "requests": requests, "concurrency": concurrency}],

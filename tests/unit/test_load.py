@@ -70,6 +70,18 @@ def slower_one(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def longer(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last answer 5 tokens longer than its other figures say."""
+    lines[-1]["metrics"]["output_sequence_length"]["value"] += 5
+    return lines
+
+
+def unchunked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for line in lines:
+        del line["metrics"]["inter_chunk_latency"]
+    return lines
+
+
 def whole(requests: int, osl: int) -> Callable[[Path], None]:
     """Another load, alike in summary and records; only the configuration is as planned."""
 
@@ -106,6 +118,8 @@ REFUTED = [
     ("records", summary(inter_token_latency={"p50": 10.0, "p99": 1.0})),
     ("records", summary(benchmark_duration={"avg": 1.0})),
     ("records", records(slower_one)),
+    ("records", records(longer)),
+    ("as-planned", config(endpoint={"urls": ["http://other:1"], "streaming": True})),
 ]  # fmt: skip
 
 
@@ -122,6 +136,8 @@ UNCHECKED = [
     ("errors", summary(error_summary=None)),
     ("cancelled", summary(was_cancelled=None)),
     ("as-planned", summary(aiperf_version=None)),
+    ("as-planned", config(endpoint={"streaming": True})),
+    ("records", records(unchunked)),
     ("records", lambda folder: (folder / RECORDS).unlink()),
 ]  # fmt: skip
 

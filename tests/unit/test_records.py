@@ -36,6 +36,22 @@ def test_a_stream_that_ends_a_little_after_its_last_token_is_sound(
     assert cell.figures.requests == 1
 
 
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        ("output_token_count", 123),
+        ("inter_token_latency", 9.9),
+        ("output_token_throughput_per_user", 101.0),
+    ],
+)
+def test_a_figure_of_another_length_is_a_fault(tmp_path: Path, metric: str, value: float) -> None:
+    one = record(0)
+    one["metrics"][metric]["value"] = value
+    cell = written(tmp_path / "c4", one)
+    assert cell.records is not None
+    assert "its own figures are not those of 128 tokens" in cell.records.faults[0]
+
+
 @pytest.mark.parametrize("gap", [-20.0, 400.0])
 def test_a_latency_that_its_own_clock_contradicts_is_a_fault(tmp_path: Path, gap: float) -> None:
     cell = written(tmp_path / "c4", shifted(gap))
@@ -46,7 +62,9 @@ def test_a_latency_that_its_own_clock_contradicts_is_a_fault(tmp_path: Path, gap
 def test_a_request_whose_tokens_all_came_at_once_has_no_rate_of_its_own(tmp_path: Path) -> None:
     burst = record(1)
     burst["metrics"]["time_to_first_token"]["value"] = burst["metrics"]["request_latency"]["value"]
-    del burst["metrics"]["inter_chunk_latency"]
+    burst["metrics"]["inter_token_latency"]["value"] = 0.0
+    for absent in ("inter_chunk_latency", "output_token_throughput_per_user"):
+        del burst["metrics"][absent]
     cell = written(tmp_path / "c4", record(0), burst)
     assert cell.figures.requests == 2
     assert cell.figures.tok_s_user == pytest.approx(100.0)
