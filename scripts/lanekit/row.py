@@ -21,6 +21,9 @@ from lanekit.plan import Plan
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
+# Plans of runs that began earlier, in UTC, named hosts by words, not by what they are: the last
+# drop of that kind is of 2026-11-30 14:19, the first of today's kind of 15:39.
+TYPED: Final = datetime.datetime(2026, 11, 30, 15, 0)
 
 
 # What an engine, or a library that the evidence hook reads, is installed as.
@@ -92,29 +95,54 @@ def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
     another than the drop was made with, this is noted: a row is not refuted by later tuning."""
     from lanekit import planning  # noqa: PLC0415  (0.2 s, and no stranger's drop needs it)
 
-    row, told = manifest.row, ""
+    row = manifest.row
     unchanged = planning.digest(known, row.arm, row.profile) == manifest.plan.get("lane_sha256")
+    told, moved, forced = _planned_again(manifest, known)
+    said = told or moved
+    if not unchanged and (lost := _without_args(manifest.plan, known.arms[row.arm])):
+        told = said = f"the commands lack the arm's own {_listed(lost)}"
+        forced = True  # a row of other arguments is another arm's: no proof of this one
+    found = _check(
+        "lane",
+        "met" if not said else "failed" if unchanged and told else "unchecked",
+        "commands, variables, load and patches are those that the lane plans",
+        "as the lane plans"
+        if not said
+        else said
+        if unchanged
+        else f"the lane has changed since, or the plan: {said}",
+        manifest,
+    )
+    noted = said and not forced and found.outcome == "unchecked"
+    severity: Severity = "noted" if noted else "required"
+    return msgspec.structs.replace(found, severity=severity)
+
+
+def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str, bool]:
+    """Where a plan is not the lane's; where only the text of a patch series is another, which its
+    prose can make; and whether a plan that is none can be laid to an older harness no more."""
+    from lanekit import planning  # noqa: PLC0415
+
     try:
         plan = msgspec.convert(manifest.plan, Plan)
         today = planning.again(plan, known)
-    except (msgspec.ValidationError, ConfigError, KeyError) as error:
-        told = f"cannot be planned again: {error}"
-    else:
-        differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
-        told = "; ".join([*differ, *([] if manifest.patches == plan.patches else ["patches"])])
-    found = _check(
-        "lane",
-        "met" if not told else "failed" if unchanged else "unchecked",
-        "commands, variables, load and patches are those that the lane plans",
-        "as the lane plans"
-        if not told
-        else told
-        if unchanged
-        else f"the lane has changed since, or the plan: {told}",
-        manifest,
-    )
-    severity: Severity = "noted" if told and not unchanged else "required"
-    return msgspec.structs.replace(found, severity=severity)
+    except (msgspec.ValidationError, KeyError) as error:
+        run = clock(manifest)
+        old = run is not None and run.window.first < TYPED
+        return f"cannot be planned again: {error}", "", not old
+    except ConfigError as error:
+        return f"cannot be planned again: {error}", "", False
+    differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
+    series = {f"plan.patches.{name} " for name in plan.patches if name in today.patches}
+    moved = [each for each in differ if each.startswith(tuple(series))] if series else []
+    return "; ".join(each for each in differ if each not in moved), "; ".join(moved), False
+
+
+def _without_args(plan: Mapping[str, Any], arm: spec.Arm) -> list[str]:
+    """Arguments of an arm that no planned command has."""
+    commands = [*_list(plan.get("services")), *_dict(plan.get("cells")).values()]
+    words = {str(x) for each in commands for x in _list(_dict(each).get("command"))}
+    return [x for x in arm.args if x not in words and not any(x in word for word in words)]
 
 
 def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
@@ -197,7 +225,18 @@ def _against_itself(manifest: Manifest) -> list[str]:
     pairs = [(name, plan.get(name), getattr(row, name)) for name in SAME]
     wrong = [f"{n} {_shown(said)} planned, {want} in the row" for n, said, want in pairs
              if said != want]  # fmt: skip
-    return [*wrong, *cells(row, plan), *_times(manifest), *_started(manifest)]
+    if manifest.patches != plan.get("patches"):
+        wrong.append("other patches than planned")
+    if manifest.failure:
+        wrong.append(f"complete, but it failed: {manifest.failure}")
+    return [*wrong, *cells(row, plan), *_timed(manifest), *_times(manifest), *_started(manifest)]
+
+
+def _timed(manifest: Manifest) -> Iterator[str]:
+    """Cells that took time, and are not those of the row."""
+    timed = {n.removeprefix("cell ") for n in manifest.timings if n.startswith("cell ")}
+    if hidden := timed - set(manifest.row.cells):
+        yield f"cells {_listed(hidden)} were run, and are not in the row"
 
 
 def _started(manifest: Manifest) -> Iterator[str]:
@@ -212,6 +251,7 @@ def _started(manifest: Manifest) -> Iterator[str]:
         lacks = [str(word) for word in wanted if not word or str(word) not in said]
         if lacks:
             yield f"the server's command lacks {', '.join(lacks)}"
+        yield from _addressed(plan)
     lost = [name for name, cell in _dict(plan.get("cells")).items() if not _takes(cell)]
     if lost:
         yield f"no command that takes {_listed(lost)}"
@@ -221,6 +261,20 @@ def _started(manifest: Manifest) -> Iterator[str]:
     contained = plan.get("launcher") not in ("process", "slurm") or plan.get("containers")
     if contained and not images:  # Slurm also runs in place
         yield "containers without an image"
+
+
+def _addressed(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Cells whose load went elsewhere than to the planned server."""
+    url = plan.get("url")
+    for name, cell in _dict(plan.get("cells")).items():
+        words = [str(word) for word in _list(_dict(cell).get("command"))]
+        given = [
+            at.partition("=")[2] if "=" in at else after
+            for at, after in zip(words, [*words[1:], ""], strict=True)
+            if at == "--url" or at.startswith("--url=") or at == "-u"
+        ]
+        if words and (not url or given != [url]):
+            yield f"{name} was sent to {_listed(given)}, not to {_shown(url)}"
 
 
 def _words(services: object) -> str:

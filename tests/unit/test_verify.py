@@ -15,7 +15,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import contract, judge, logs, paths, scan
+from lanekit import contract, judge, logs, paths, planning, scan
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -272,7 +272,7 @@ TIMELESS = "complete, but it does not say when it began and ended"
         ({"services": [{"command": "--port 8000 /models/tiny"}]}, {},
          "the server's command lacks 8000, /models/tiny"),
         ({"cells": {"c4": {"command": ["true"], "artifacts": "aiperf/c4"}}}, {},
-         "no command that takes c4"),
+         "c4 was sent to none, not to http://127.0.0.1:8000; no command that takes c4"),
         ({}, {"runner": None}, "no process ran it"),
         ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
         ({}, {"ended": None}, TIMELESS),
@@ -281,7 +281,11 @@ TIMELESS = "complete, but it does not say when it began and ended"
         ({}, {"timings": {}}, "a cell whose time was not taken"),
         ({}, {"timings": {"cell c4": 0.0}}, "a cell whose time was not taken"),
         ({}, {"timings": {"cell c4": 9999.0}}, "cells of 9999 s in a run of 780 s"),
-        ({}, {"patches": {"vllm/0.24.0": "0" * 64}}, "patches vllm/0.24.0, the lane has none"),
+        ({}, {"patches": {"vllm/0.24.0": "0" * 64}},
+         "other patches than planned; patches vllm/0.24.0, the lane has none"),
+        ({}, {"failure": "server died"}, "complete, but it failed: server died"),
+        ({}, {"timings": {"cell c4": 60.0, "cell c32": 1.0}},
+         "cells c32 were run, and are not in the row"),
         ({}, {"row": {"lane": "vllm", "arm": "floor", "profile": "cpu", "cells": ["c4", "c8"]}},
          "cells c4 planned, c4, c8 in the row; a cell whose time was not taken"),
     ],
@@ -338,6 +342,68 @@ def test_a_lane_that_changed_since_is_shown_and_does_not_refute(tmp_path: Path) 
     lane = check(found, "lane")
     assert (found.result, lane.outcome, lane.severity) == ("proven", "unchecked", "noted")
     assert "has changed since, or the plan: plan.cells.c4.deadline_s 5.0" in lane.actual
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda command: command.__setitem__(command.index("--url") + 1, "http://other:1"),
+        lambda command: command.extend(["--url", "http://other:1"]),
+        lambda command: command.append("--url=http://other:1"),
+        lambda command: command.extend(["-u", "http://other:1"]),
+        lambda command: command.remove("--url"),
+    ],
+)
+def test_a_load_sent_elsewhere_refutes_whatever_lane_it_is_of(
+    tmp_path: Path, change: Callable[[list[str]], object]
+) -> None:
+    def edit(plan: dict[str, Any]) -> None:
+        plan["lane_sha256"] = "x"
+        change(plan["cells"]["c4"]["command"])
+
+    found = planned(tmp_path, edit)
+    assert found.result == "refuted"
+    assert "c4 was sent to" in check(found, "manifest").actual
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_without_its_arm_s_arguments_a_row_of_a_changed_lane_proves_nothing(tmp_path: Path) -> None:
+    def edit(plan: dict[str, Any]) -> None:
+        plan["lane_sha256"] = "x"
+        command = plan["cells"]["c4"]["command"]
+        command[command.index("--arm=alltoall")] = "--arm=v2"
+
+    found = planned(tmp_path, edit, "train-one")
+    lane = check(found, "lane")
+    assert (lane.outcome, lane.severity) == ("unchecked", "required")
+    assert "lack the arm's own --arm=alltoall" in lane.actual
+
+
+@pytest.mark.parametrize(("hour", "severity"), [("14:59:59", "noted"), ("15:00:00", "required")])
+def test_a_plan_that_is_none_is_only_an_older_harness_s(
+    tmp_path: Path, hour: str, severity: str
+) -> None:
+    drop = drops.drop(tmp_path / "d")
+    plan = json.loads((drop / "manifest.json").read_text())["plan"]
+    late = {"started": f"2026-11-30T{hour}+00:00", "ended": "2026-11-30T16:00:00+00:00"}
+    plan |= {"lane_sha256": "x", "hosts": ["here"]}
+    drops.edit_json(drop / "manifest.json", plan=plan, **late)
+    lane = check(verify(drop), "lane")
+    assert (lane.outcome, lane.severity) == ("unchecked", severity)
+
+
+def test_a_series_whose_text_changed_since_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the lane's digest is today's: prose of a series makes no drop false."""
+    monkeypatch.setattr(planning, "_series", lambda _: {"vllm/0.24.0": "1" * 64})
+    was = {"vllm/0.24.0": "0" * 64}
+    drop = drops.drop(tmp_path / "d", patches=was)
+    plan = json.loads((drop / "manifest.json").read_text())["plan"]
+    drops.edit_json(drop / "manifest.json", plan=plan | {"patches": was})
+    lane = check(verify(drop), "lane")
+    assert (lane.outcome, lane.severity) == ("unchecked", "noted")
+    assert "plan.patches.vllm/0.24.0" in lane.actual
 
 
 def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
@@ -613,6 +679,9 @@ def test_a_list_of_a_thousand_files_is_cut(tmp_path: Path) -> None:
 
 def test_json_and_exit_code_of_the_command(tmp_path: Path) -> None:
     root = drops.drop(tmp_path / "d")
+    plan = json.loads((root / "manifest.json").read_text())["plan"]
+    plan["services"][0]["command"].append("--enforce-eager")  # the command reads the real lane
+    drops.edit_json(root / "manifest.json", plan=plan)
     out = tmp_path / "v.json"
     program = [sys.executable, "-m", "lanekit", "verify", str(root), "--json", str(out)]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
