@@ -11,7 +11,7 @@ STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2) '$($(1))')
 
-.PHONY: bundle doctor plots help setup lanes logs reproduce lint test test-all bench report readme verify-logs triage redact clean
+.PHONY: bundle doctor plots help setup lanes logs reproduce lint test test-all test-hosts bench report readme verify-logs triage redact clean
 
 ##@ Run
 help: ## Print this help
@@ -95,8 +95,11 @@ lint: setup ## ruff, mypy strict, shellcheck
 test: setup ## Unit tests: a few minutes, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
-test-all: setup ## Unit tests, then the real CPU lane, Slurm and two Docker hosts, where they can be
-	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm tests/hosts
+test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slurm of one node (minutes)
+	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm
+
+test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf
+	@$(VENV)/bin/python -m pytest tests/hosts
 
 bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 GIB=4]
 	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(SIMULATE),--hosts) $(if $(GIB),--gib $(GIB))

@@ -5,6 +5,7 @@ The program is the gloo arm of the micro lane, whose ranks meet over the network
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.hosts.rig import Rig, Side
+from tests.hosts.rig import Rig, Side, held
 
-from lanekit import alone, drop, registry, triage, verify
+from lanekit import alone, drop, model, registry, triage, verify
 from lanekit.errors import ImageFailed
 from lanekit.manifest import Manifest
 
@@ -120,6 +121,43 @@ def test_the_gloo_arm_over_two_hosts_is_proven(fleet: Fleet) -> None:
             "host/lanes-b.json", "logs/lanes-a-decode.log", "logs/lanes-b-decode.log",
             "micro/decode/micro.jsonl"} <= set(manifest.files)  # fmt: skip
     assert manifest.left == []
+
+
+def dense(folder: Path) -> Path:
+    """A small dense model: its shape and tokenizer, whose weights the engine makes up."""
+    model.ensure(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key in [key for key in config if "expert" in key or key.startswith(("moe_", "mlp_only"))]:
+        del config[key]
+    config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.skipif(not held("aiperf"), reason="needs image aiperf in this machine's Docker engine")
+def test_vllm_serves_from_both_hosts_and_is_swept_on_the_leader(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """Real vLLM with a data-parallel rank a host, real AIPerf in the leader's network."""
+    path = dense(tmp_path / "tiny-qwen3-moe")
+    path.chmod(0o755)  # the containers' user reads it
+    command = [sys.executable, str(Path(__file__).parent / "driver.py"), "run", "dp",
+               "--profile=cpu-x2", f"--hosts={fleet.rig.hosts}", f"--results={fleet.results}",
+               f"--model={path}"]  # fmt: skip
+    child = subprocess.Popen(command, env=fleet.rig.environment, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    fleet.children.append(child)
+    said, _ = child.communicate(timeout=4 * WAIT_S)
+    manifest = fleet.manifest()
+    assert manifest.state == "complete", said
+    assert "comparing" in said, "the model of both hosts was not compared"
+    (cell,) = verify.verify(fleet.newest()).cells
+    assert (cell.name, cell.requests, cell.errors) == ("load", 8, 0)
+    for host, rank in (("lanes-a", "DP0"), ("lanes-b", "DP1")):
+        (log,) = fleet.newest().glob(f"logs/{host}-*.log")
+        assert f"EngineCore_{rank}".encode() in log.read_bytes()
+    assert b'POST /v1/completions HTTP/1.1" 200' in log.parent.joinpath(
+        "lanes-a-server.log").read_bytes()  # fmt: skip
 
 
 def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:
