@@ -31,7 +31,17 @@ def wants_colour(stream: TextIO) -> bool:
 
 def text(verdict: Verdict, *, colour: bool = False) -> str:
     """The verdict for people: the result first and last, one block a check that needs reading."""
-    return "\n".join(_lines(verdict, colour))
+    shown: Verdict = msgspec.convert(_printable(msgspec.to_builtins(verdict)), Verdict)
+    return "\n".join(_lines(shown, colour))
+
+
+def _printable(value: Any) -> Any:
+    """A verdict's words, which may be a stranger's, without what moves or hides a terminal's."""
+    if isinstance(value, dict):
+        return {key: _printable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(each) for each in value]
+    return _xml(value) if isinstance(value, str) else value
 
 
 def _lines(verdict: Verdict, colour: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from lanekit import capture, clock, machine, spec, witness
 from lanekit.errors import ConfigError, Unreadable
-from lanekit.verdict import Check, Verdict
+from lanekit.verdict import Check, Verdict, decide
 from lanekit.verify import verify
 
 pytestmark = pytest.mark.usefixtures("known_lanes")
@@ -575,12 +575,24 @@ def waive(root: Path, text: str) -> Verdict:
     return verify(drop)
 
 
-def test_a_waiver_is_shown_and_counts(tmp_path: Path) -> None:
+def test_a_waiver_of_the_transport_is_shown_and_proves_nothing(tmp_path: Path) -> None:
     text = '[[waiver]]\ncheck = "no-buffer"\nreason = "known"\nby = "me"\n'
     found = waive(tmp_path, text)
-    assert (found.result, check(found, "no-buffer").waived) == ("proven", "known (me)")
+    assert (found.result, check(found, "no-buffer").waived) == ("no verdict", "known (me)")
     assert "waiver for no-buffer: known (me)" in found.said
-    assert found.reason.endswith("1 waived")
+    assert found.reason == "could not check: no-buffer"
+
+
+def test_a_waiver_of_the_load_is_shown_and_counts(tmp_path: Path) -> None:
+    drop = drops.drop(tmp_path / "d", cells=("c4", "c8"))
+    text = '[[waiver]]\ncheck = "cells"\nreason = "known"\nby = "me"\n'
+    (drop / "waivers.toml").write_text(text)
+    found = check(verify(drop), "cells")
+    assert (found.outcome, found.waived) == ("failed", "known (me)")
+    held = [x for x in verify(drop).checks if x.outcome == "met" or x.waived]
+    result, reason = decide(held)
+    assert result == "proven"
+    assert reason.endswith("1 waived")
 
 
 @pytest.mark.parametrize(
@@ -607,7 +619,8 @@ def test_everything_waived_proves_nothing(tmp_path: Path) -> None:
     lines = (f'[[waiver]]\ncheck = "{name}"\nreason = "x"\nby = "me"\n' for name in ids)
     (drop / "waivers.toml").write_text("".join(lines))
     found = verify(drop)
-    assert (found.result, found.reason) == ("no verdict", "no evidence")
+    assert found.result == "no verdict"
+    assert found.reason.startswith("could not check: ")
 
 
 def test_fewer_requests_at_once_than_planned_refute(tmp_path: Path) -> None:

@@ -180,6 +180,14 @@ def test_junit_holds_any_words(name: str, said: str, outcome: verdict.Outcome) -
     suite(Verdict(drop=said, result="refuted", reason=said, checks=(one,)))
 
 
+def test_a_drop_s_words_do_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    said = "x\n\x1b[2J\x1b[H\nproven: 24 of 24 required checks met\x1b[8m\x9b\u202e"
+    root = drops.drop(tmp_path / "d", state="failed", failure=said)
+    shown_ = render.text(verify(root))
+    assert not set(shown_) & set("\x1b\x9b\u202e")
+    assert not [line for line in shown_.splitlines() if line.startswith("proven")]
+
+
 def test_a_waiver_is_shown_in_every_form(tmp_path: Path) -> None:
     """Also one that nothing needs: it says what its author would have let pass."""
     root = drops.drop(tmp_path / "d")
@@ -225,7 +233,8 @@ def test_junit_counts(tmp_path: Path) -> None:
         ((checked("met"), checked("unchecked")), "no verdict"),
         ((checked("met"), checked("unchecked"), checked("failed")), "refuted"),
         ((checked("met"), checked("failed", severity="noted")), "proven"),
-        ((checked("met"), checked("failed", waived="x")), "proven"),
+        ((checked("met"), checked("failed", waived="x")), "no verdict"),
+        ((checked("met"), checked("failed", waived="x", group="load")), "proven"),
         ((checked("failed", waived="x"),), "no verdict"),
     ],
 )
