@@ -23,15 +23,15 @@ _MARKS: Final = re.compile(
     | \(\w*(?:Worker|EngineCore|APIServer)\w*\)
     | \d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:?\d\d)                  # docker logs -t
       (?:[ ]std(?:out|err)[ ][FP](?=[ ]))?                         # and a kubelet's own file
-    | (?P<compose>[\w.-]+)[ ]*\|                                   # docker compose
-    | (?P<srun>\d+):(?=\s)                                         # srun --label
-    | (?P<stern>[a-z0-9][a-z0-9.-]*-\d+)[ ][a-z][a-z0-9-]*(?=[ ])  # stern: pod container
+    | (?<!.)(?P<compose>[\w.-]+-\d+)[ ]+\|(?=[ ])                  # docker compose
+    | (?<!.)(?P<stern>[a-z0-9][a-z0-9.-]*-\d+)                     # stern: pod container
+      [ ](?:vllm|sglang|trtllm|server|leader|worker|engine)(?=[ ])
     | (?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[ ]                     # vLLM 0.24.0 logger.py
       \d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]\[[^][\s]{1,200}\]
     | \[\d{4}-\d\d-\d\d[ ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[ ]\w+)*\]    # SGLang 0.5.23, NCCL
     | (?:\[\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d\][ ])?\[TRT-LLM\]         # TensorRT-LLM 0.21.0
       (?:[ ]\[RANK[ ]\d+\])?[ ]\[\w\]
-    | INFO:[ ]+[\w.:\[\]-]+[ ]-(?=[ ])                              # uvicorn's access log
+    | INFO:[ ]+[\da-f.:\[\]]+:\d{1,5}[ ]-(?=[ ]")                  # uvicorn's access log
     | \d{4}-\d\d-\d\d[ ]\d\d:\d\d:\d\d[ ]+(?:DEBUG|INFO|WARN|ERROR)    # vllm-router 0.1.17
       [ ][\w:]{1,80}:[ ]src/[\w./]{1,80}:\d+:(?=[ ])
     )[ \t\0]*
@@ -46,6 +46,7 @@ _QUOTE: Final = re.compile(rb"(?<!\\)'")
 _NCCL: Final = re.compile(
     rb"[A-Za-z0-9][\w.-]{0,252}:\d{1,10}:\d{1,10} \[-?\d{1,10}\] NCCL (?:INFO|WARN) "
 )
+_SPEAKER: Final = re.compile(rb"\(\w+[^() ]* pid=\d+[^()]*\) $")
 _QUOTED: Final = re.compile(rb"[\"'`{}]")  # NCCL quotes nobody's words
 
 
@@ -70,9 +71,9 @@ def split(text: bytes) -> tuple[Prefix, int]:
     blank = _BLANK.match(text)
     at = blank.end() if blank else 0
     while (mark := _MARKS.match(text, at)) is not None:
-        pod, mpi, torch, process, ip, compose, srun, stern = mark.groups()
+        pod, mpi, torch, process, ip, compose, stern = mark.groups()
         label = pod or compose or stern or ip or label
-        rank = mpi or torch or srun or rank
+        rank = mpi or torch or rank
         pid = process or pid
         at = mark.end()
     echo = text[at : at + 1] == b"+" and _ECHO.match(text, at) is not None
@@ -83,6 +84,12 @@ def torn(line: bytes, at: int) -> int:
     """Where the text of a line of NCCL's begins that starts at `at`; -1 where none does."""
     head = _NCCL.match(line, at)
     return head.end() if head else -1
+
+
+def spaced(text: bytes) -> bool:
+    """Whether a sentence stands before what follows: a cut line has no space at its end, but for
+    one behind the process that speaks next."""
+    return text.endswith(b" ") and _SPEAKER.search(text) is None
 
 
 def quotes(text: bytes) -> bool:

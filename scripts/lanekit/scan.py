@@ -254,12 +254,15 @@ def _said(probe_: Probe, window: bytes, at: int, _head: bytes) -> Hit | None:
     """A match with the literal at `at` where the line's own text begins, or right after a line of
     NCCL's that was cut. What the line overwrote does not count as before."""
     line = window.rfind(b"\r", 0, at) + 1
+    if prefix.quotes(window[:line]):  # a request that holds a return, not a progress bar
+        return None
     source, begin = prefix.split(window[line:at])
     low, high = _near(probe_, window, at)
     match = probe_.pattern.match(window, line + begin, high)
     if match is None and (torn := prefix.torn(window, line + begin)) >= 0:
         match = probe_.pattern.search(window, max(torn, low), high)
-        if match and prefix.quotes(window[torn : match.start()]):
+        before = window[torn : match.start()] if match else b""
+        if match and (prefix.quotes(before) or (match[0][:1] == b"[" and prefix.spaced(before))):
             return None
     return (match, source) if match and match.start() <= at < match.end() else None
 

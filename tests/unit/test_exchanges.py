@@ -217,6 +217,17 @@ def test_records_without_a_clock_are_noted_and_half_a_clock_is_not(tmp_path: Pat
     assert (found.outcome, found.severity) == ("unchecked", "required")
 
 
+def test_records_without_a_clock_are_no_proof_once_programs_state_one(tmp_path: Path) -> None:
+    def without(lines: Lines) -> None:
+        for line in lines:
+            line.pop("started", None)
+            line.pop("ended", None)
+
+    later = Run(window(drops.START + 86_400, drops.START + 86_500), {})
+    found = judged(tmp_path, without, run=later)["same-run"]
+    assert (found.outcome, found.severity) == ("unchecked", "required")
+
+
 def test_one_cell_s_records_are_not_another_s(tmp_path: Path) -> None:
     """A copy under another name: the second began before the first had ended."""
     drops.micro(tmp_path, drops.exchanged(2))

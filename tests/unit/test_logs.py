@@ -174,6 +174,11 @@ def test_xtrace_and_our_own_output_never_count(tmp_path: Path) -> None:
         lambda line: f"[script:3] echo {line}",
         lambda line: f"13:00:00 + echo {line}",
         lambda line: f"+ echo '{line}'",
+        lambda line: f"prompt-text | {line}",
+        lambda line: f"INFO:  a - {line}",
+        lambda line: f"1: {line}",
+        lambda line: f"say-1 hello {line}",
+        lambda line: f"Received request prompt: '\r{line}'",
         lambda line: f"server-1  | ++ echo {line}",
         lambda line: f"{TORN} '{line}",
         lambda line: f"{TORN} {{{line}",
@@ -191,6 +196,15 @@ def test_a_line_that_another_quotes_says_nothing(tmp_path: Path, quote: drops.Ed
     for name, x in found.items():
         if x.severity == "required" and contract.rules()[name].needs != "none":
             assert (x.outcome != "met", x.first) == (True, None), name
+
+
+def test_the_hook_s_line_in_a_sentence_of_nccl_s_says_nothing(tmp_path: Path) -> None:
+    said = drops.nccl("ip-10-0-0-1", 0, "user said ")
+    lines = [said + x if x.startswith("[lane-") else x for x in text("v2-efa-proxy")]
+    lines = [said + x.partition(") ")[2] if ") [lane-" in x else x for x in lines]
+    (tmp_path / "serve.log").write_bytes(joined(lines))
+    assert "unchecked" in outcomes(tmp_path, "v2-efa-proxy") | {"failed"}
+    assert outcomes(tmp_path, "v2-efa-proxy") != {"met"}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def said(probe: scan.Probe, line: bytes) -> Iterator[re.Match[bytes]]:
     places = [m.start() for m in re.finditer(re.escape(probe.literal), line)]
     for at, following in itertools.pairwise([*places, len(line)]):
         over = line.rfind(b"\r", 0, at) + 1
+        if re.search(rb"[\"'`{}]", line[:over]):
+            continue
         own = over + prefix.split(line[over:at])[1]
         match = probe.pattern.match(line, own, following)
         if match is None and (head := CUT.match(line, own)):
@@ -241,7 +243,11 @@ def test_a_probe_without_pattern_takes_its_literal_as_text() -> None:
         (b"[1,13]<stderr>: + cat", "", "", "13", True),
         (b"[rank5]: x", "", "", "5", False),
         (b"[default3]:x", "", "", "3", False),
-        (b" 4: x", "", "", "4", False),
+        (b" 4: x", "", "", "", False),
+        (b"say hi | x", "", "", "", False),
+        (b"prompt-text | x", "", "", "", False),
+        (b"(Worker pid=7) server-1  | x", "", "7", "", False),
+        (b"say-1 hello x", "", "", "", False),
         (b"server-1  | x", "server-1", "", "", False),
         (b"server-1  | + x", "server-1", "", "", True),
         (b"[pod/lane-0/vllm] x", "lane-0", "", "", False),
