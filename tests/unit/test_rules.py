@@ -381,11 +381,19 @@ COMPANIONS: Final = {
     },
     "efa-provider": {"no-buffer", "no-legacy-buffer"},
 }  # fmt: skip
+
+
+def inherited(name: str) -> tuple[str, ...]:
+    """The rules of the contract that one extends: they are tried there."""
+    base = contract.load(name).extends
+    return contract.load(base).required if base else ()
+
+
 USES: Final = [
     (name, bound.id)
     for name in contract.names()
     for bound in every(name)
-    if bound.severity == "required"
+    if bound.severity == "required" and bound.id not in inherited(name)
 ]
 
 
