@@ -95,7 +95,7 @@ lint: setup ## ruff, mypy strict, shellcheck
 test: setup ## Unit tests: a few minutes, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
-test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slurm of one node (minutes)
+test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slurm (minutes)
 	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm
 
 test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf

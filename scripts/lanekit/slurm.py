@@ -92,7 +92,8 @@ def batch(plan: Plan, what: str, services: Sequence[str], minutes: int) -> str:
         *names,
         # Slurm numbers nodes by name; the plan by HOSTS=, the leader first.
         f"export LANE_NUMBERS={shlex.quote(table)}",
-        f"exec srun --kill-on-bad-exit=1 {shlex.join(_container(plan))}"
+        # srun would take sbatch's --export for its own, and leave the lines above out.
+        f"exec srun --export=ALL --kill-on-bad-exit=1 {shlex.join(_container(plan))}"
         f" bash {shlex.quote(str(folder / 'node.sh'))} {shlex.join(services)}",
         "",
     ])  # fmt: skip

@@ -1,5 +1,5 @@
-"""A real Slurm of one node on this machine: munged, slurmctld and slurmd from Debian's packages,
-started by PID on ports and folders of their own, without a service manager."""
+"""A real Slurm on this machine: munged, slurmctld and a slurmd for each of two nodes, from Debian's
+packages, started by PID on ports and folders of their own, without a service manager."""
 
 import contextlib
 import os
@@ -72,20 +72,20 @@ class Slurm:
         child.wait(timeout=10)
 
 
+NODES = ("node-1", "node-2")
 CONF = """
 ClusterName=lanes
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctl}
-SlurmdPort={d}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
 CryptoType=crypto/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={root}/spool.%n
 SlurmctldPidFile={root}/ctl.pid
-SlurmdPidFile={root}/d.pid
+SlurmdPidFile={root}/d.%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -93,36 +93,39 @@ SchedulerType=sched/backfill
 ReturnToService=2
 MpiDefault=none
 KillWait=3
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=120 State=UP
+NodeName=node-1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs={cpus} State=UNKNOWN
+NodeName=node-2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=node-[1-2] Default=YES MaxTime=120 State=UP
 """
 
 
 @contextlib.contextmanager
 def up() -> Iterator[Slurm]:
-    """A controller with one idle node; gone afterwards with every process."""
+    """A controller with two idle nodes; gone afterwards with every process."""
     root = Path(tempfile.mkdtemp(prefix="lanes-slurm-"))
     slurm = Slurm(root)
     host = socket.gethostname().partition(".")[0]
     cpus = len(os.sched_getaffinity(0))
     try:
-        for folder in ("state", "spool"):
+        for folder in ("state", "spool.node-1", "spool.node-2"):
             (root / folder).mkdir()
         (root / "munge.key").write_bytes(os.urandom(1024))
         (root / "munge.key").chmod(0o600)
         root.chmod(0o755)
-        conf = CONF.format(root=root, host=host, ctl=_port(), d=_port(), cpus=cpus)
+        ports = {name: _port() for name in ("ctl", "one", "two")}
+        conf = CONF.format(root=root, host=host, cpus=cpus, **ports)
         (root / "slurm.conf").write_text(conf)
         slurm.begin("munged", "/usr/sbin/munged", "--foreground", "--force",
                     f"--key-file={root}/munge.key", f"--socket={root}/munge.socket",
                     f"--pid-file={root}/munge.pid", f"--seed-file={root}/munge.seed",
                     f"--log-file={root}/munge.log")  # fmt: skip
         slurm.begin("slurmctld", "/usr/sbin/slurmctld", "-D")
-        slurm.begin("slurmd", "/usr/sbin/slurmd", "-D", "-N", host)
+        for node in NODES:
+            slurm.begin(node, "/usr/sbin/slurmd", "-D", "-N", node)
         _await_idle(slurm)
         yield slurm
     finally:
-        for name in ("slurmd", "slurmctld", "munged"):
+        for name in (*NODES, "slurmctld", "munged"):
             if name in slurm.children:
                 slurm.end(name)
         shutil.rmtree(root, ignore_errors=True)
@@ -132,7 +135,7 @@ def _await_idle(slurm: Slurm) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(subprocess.CalledProcessError):
-            if "idle" in slurm.say("sinfo", "--noheader", "--format=%T"):
+            if slurm.say("sinfo", "--noheader", "--format=%T %D").split() == ["idle", "2"]:
                 return
         time.sleep(0.3)
     logs = "".join(path.read_text(errors="replace")[-800:] for path in slurm.root.glob("*.log"))

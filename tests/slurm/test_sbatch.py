@@ -1,7 +1,8 @@
-"""The slurm launcher through a real controller and node: real sbatch, srun and scancel.
+"""The slurm launcher through a real controller and two nodes: real sbatch, srun and scancel.
 
 In place (SERVER_PYTHON=): pyxis and enroot are not Debian's, so that form is only rendered
-(tests/unit/test_slurm.py). One node: Slurm's own ranks, the gloo arm of the micro lane.
+(tests/unit/test_slurm.py). Both nodes are this machine, so that ranks of the gloo arm meet on one
+of them alone; on two a program shows what it was given.
 """
 
 import contextlib
@@ -95,6 +96,41 @@ def test_the_gloo_arm_through_sbatch_is_proven(
     assert verify.verify(path).result == "proven"
     assert {"slurm/decode.sbatch", "slurm/decode-0.sh"} <= set(manifest(tmp_path).files)
     assert left(slurm, tmp_path) == []
+
+
+def test_each_node_gets_its_own_command_with_the_names_that_slurm_chose(
+    slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
+                       'echo "$SLURMD_NODENAME $*"\n')  # fmt: skip
+    program.chmod(0o755)
+    child = run(str(program), "--profile=cpu-x2")
+    said, _ = child.communicate(timeout=120)
+    assert manifest(tmp_path).state == "complete", said
+    logs = [max(tmp_path.glob("2*")) / "logs" / f"host-{n}-decode.log" for n in (1, 2)]
+    for number, log in enumerate(logs):
+        text = log.read_text()
+        assert text.startswith(f"node-{number + 1} "), text
+        assert f"--node-rank {number} " in text
+        assert "--master-addr node-1 " in text
+    assert left(slurm, tmp_path) == []
+
+
+def test_named_nodes_keep_the_order_of_the_plan(
+    slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
+                       'echo "$SLURMD_NODENAME $*"\n')  # fmt: skip
+    program.chmod(0o755)
+    child = run(str(program), "--profile=cpu-x2", "--hosts=node-2,node-1")
+    said, _ = child.communicate(timeout=120)
+    assert manifest(tmp_path).state == "complete", said
+    text = (max(tmp_path.glob("2*")) / "logs" / "node-2-decode.log").read_text()
+    assert text.startswith("node-2 ")
+    assert "--node-rank 0 " in text
+    assert "--master-addr node-2 " in text
 
 
 def test_a_rank_that_is_killed_fails_the_job(
