@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import io
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -24,6 +24,9 @@ LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
 CLOCKS_FROM: Final = datetime.datetime(2026, 11, 30, 17)  # UTC; since then every program says
 EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
 ROWS: Final = 1 << 14  # of a log's table; the largest sweep prints 150
+FIRSTS: Final = frozenset(  # how rows of the two programs begin
+    b"copy-local copy-peer launch dispatch combine pair all_to_all floor reference arm".split()
+)
 SHOWN: Final = 8  # of what is wrong
 
 
@@ -39,13 +42,14 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ...]]:
-    """The lines of a log that may be rows of its records' table, as words: they begin with the
-    operation, or the role, of a record.
+    """The lines of a log that may be rows of its records' table, as words: they begin with an
+    operation, or a role, whether or not a record has it.
 
     Raises:
         Unreadable: there are more than ROWS.
     """
     firsts = {(getattr(r, "op", "") or getattr(r, "role", "")).encode() for r in records} - {b""}
+    firsts |= FIRSTS
     found: set[tuple[str, ...]] = set()
     for line in iter(lambda: stream.readline(LINE), b""):
         if line.partition(b" ")[0] in firsts:
@@ -80,12 +84,18 @@ def check(
     )
 
 
-def said(taken: Taken, rows: Iterable[Sequence[str]]) -> tuple[Outcome, list[str]]:
-    """Whether the log holds every row that the program prints, and those that it does not. One or
-    two can have been torn by another rank's line: that is no verdict, and no forgery either."""
+def said(
+    taken: Taken, rows: Iterable[Sequence[str]], like: Callable[[Sequence[str]], bool]
+) -> tuple[Outcome, list[str]]:
+    """Whether the log holds every row that the program prints and no other, and what it does not or
+    should not. like: whether a line is such a row. Another rank's line can have torn one or two:
+    that is no verdict, and no forgery either."""
     shown = {told for line in taken.log for told in _told(line)}
-    lost = [" ".join(row) for row in rows if tuple(row) not in shown]
-    return "unchecked" if len(lost) in (1, 2) else "met", [f"not in the log: {x}" for x in lost]
+    known = {tuple(row) for row in rows}
+    wrong = [f"not in the log: {' '.join(row)}" for row in sorted(known - shown)]
+    extra = sorted(line for line in taken.log if like(line) and not known & {*_told(line)})
+    wrong += [f"only in the log: {' '.join(line)}" for line in extra]
+    return "unchecked" if len(wrong) in (1, 2) else "met", wrong
 
 
 def _told(line: tuple[str, ...]) -> Iterable[tuple[str, ...]]:

@@ -32,7 +32,9 @@ def _cell(name: str, taken: Taken, ranks: int) -> Iterator[Check]:
     timed = {r.shape for r in records if r.kind == "time" and r.op in EXCHANGES}
     whole, figures = list(_whole(records, ranks)), list(_figures(records, ranks))
     planned = _as_planned(taken)
-    told, unsaid = batch.said(taken, _table(records))
+    told, unsaid = batch.said(
+        taken, _table(records), lambda line: line[-2].endswith("%") and "." in line[-1]
+    )
     empty: Outcome = "met" if records else "unchecked"
     answers: tuple[tuple[str, Outcome, Sequence[str], str], ...] = (
         ("complete", empty, whole, "the program ran to its end on every rank"),
@@ -53,6 +55,8 @@ def _whole(records: Sequence[Record], ranks: int) -> Iterator[str]:
     kinds = [r.kind for r in records]
     if kinds[:1] != ["run"] or kinds[-1:] != ["done"]:
         yield "it does not begin with its start and end with its end"
+    if strange := sorted({*kinds} - {"run", "check", "time", "done"}):
+        yield f"records of an unknown kind: {', '.join(strange)}"
     if kinds.count("run") != 1 or kinds.count("done") != 1:
         yield f"{kinds.count('run')} starts, {kinds.count('done')} ends"
     worlds = {r.world for r in records if r.kind == "run"} | {

@@ -120,8 +120,9 @@ def against_run(
         yield f"ran {clock.shown(load)}, the run {clock.shown(whole)}"
     if after is not None and load.first < after - SLACK:
         yield f"began at {load.first:%H:%M:%S}, before the one planned before it was over"
-    if spent is not None and load.last - load.first > datetime.timedelta(seconds=spent) + SLACK:
-        yield f"took {(load.last - load.first).total_seconds():.0f} s, its cell {spent:.0f} s"
+    took = (load.last - load.first).total_seconds()
+    if spent is not None and took > spent + SLACK.total_seconds():
+        yield f"took {took:.0f} s, its cell {spent:.0f} s"
 
 
 def load(loads: Sequence[Load], unplanned: Sequence[str]) -> list[Check]:

@@ -17,7 +17,7 @@ from lanekit.clock import Window
 from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
-from lanekit.plan import Plan
+from lanekit.plan import Plan, public
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
@@ -132,7 +132,7 @@ def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str, bool
         return f"cannot be planned again: {error}", "", not old
     except ConfigError as error:
         return f"cannot be planned again: {error}", "", False
-    differ = list(_differences(msgspec.to_builtins(today), msgspec.to_builtins(plan), "plan"))
+    differ = list(_differences(public(today), msgspec.to_builtins(plan), "plan"))
     series = {f"plan.patches.{name} " for name in plan.patches if name in today.patches}
     moved = [each for each in differ if each.startswith(tuple(series))] if series else []
     return "; ".join(each for each in differ if each not in moved), "; ".join(moved), False
@@ -206,7 +206,7 @@ def clock(manifest: Manifest) -> load.Run | None:
 def _utc(text: str | None) -> datetime.datetime | None:
     with contextlib.suppress(ValueError, OverflowError):
         found = datetime.datetime.fromisoformat(text or "")
-        if found.tzinfo is not None:
+        if found.tzinfo is not None and 2000 <= found.year < 2100:
             return found.astimezone(datetime.UTC).replace(tzinfo=None)
     return None
 

@@ -16,6 +16,7 @@ SHOWN: Final = 40  # characters of a number that is not the harness's own
 FORMAT: Final = 1  # of steps.jsonl
 NAME: Final = "steps.jsonl"
 ENGINES: Final = ("megatron-core", "nemo-rl")
+KINDS: Final = {"run", "step", "memory", "bytes", "done"}
 ROLES: Final = ("reference", "arm")
 REFERENCE: Final = "alltoall"  # the plain dispatcher
 # Equal to three decimals, as the published campaign said of V1 and V2 (2026-07). The gradients of
@@ -110,7 +111,9 @@ def judge(
 def _beside(name: str, place: Place, taken: Taken) -> list[Check]:
     """The records of train.py beside the planned command and the log."""
     found, empty = batch.options(taken), not taken.records
-    told, unsaid = batch.said(taken, _table(taken.records))
+    told, unsaid = batch.said(
+        taken, _table(taken.records), lambda line: line[0] in ROLES and line[-1] == "ms"
+    )
     seen = f"{len(_steps(taken.records, 'arm'))} steps of the arm"
     return [
         batch.check(
@@ -170,7 +173,7 @@ def _complete(asked: Asked) -> Answer:
 def _whole(asked: Asked, first: Mapping[str, int]) -> Answer:
     """first: role -> the number of its first step."""
     records, kinds = asked.records, [record.kind for record in asked.records]
-    ends = kinds[:1] == ["run"] and kinds[-1:] == ["done"]
+    ends = kinds[:1] == ["run"] and kinds[-1:] == ["done"] and {*kinds} <= KINDS
     once = kinds.count("run") == kinds.count("done") == 1
     planned = records[0].settings.get("steps") if records else None
     # A forged number of steps that nobody recorded is not counted up to.

@@ -1,10 +1,11 @@
-"""Coverage-guided fuzzing of what the verifier reads: logs, AIPerf's files, the manifest.
+"""Coverage-guided fuzzing of what the verifier reads: logs, AIPerf's files, records, the manifest.
 
     pip install atheris && python tests/fuzz/fuzz_verify.py TARGET [-runs=N] [-max_total_time=S]
 
-TARGET is scan, records, manifest or verdict. Anything but a LaneError is a finding; so is a
-verdict of "proven" for a drop whose log lacks a rank's evidence. JSON is mutated as a document,
-since bytes hardly ever stay JSON.
+TARGET is scan, records, batch, manifest or verdict. Anything but a LaneError is a finding; so is a
+verdict of "proven" for a drop whose log lacks a rank's evidence, whose plan its lane would not
+make, or whose figures are not those it had. JSON is mutated as a document, since bytes hardly ever
+stay JSON.
 """
 
 import functools
@@ -18,14 +19,33 @@ from pathlib import Path
 from typing import Any
 
 import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 with atheris.instrument_imports(include=["lanekit"]):
     import drops
 
-    from lanekit import case, contract, judge, load, logs, paths, prefix, ranks, records, scan, spec
+    from lanekit import (
+        batch,
+        case,
+        contract,
+        exchanges,
+        judge,
+        load,
+        logs,
+        micro,
+        paths,
+        prefix,
+        ranks,
+        records,
+        render,
+        scan,
+        spec,
+        training,
+    )
     from lanekit.errors import LaneError
-    from lanekit.verdict import decide
+    from lanekit.plan import Plan
+    from lanekit.verdict import Verdict, decide
 
 SHM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 ROOT = Path(tempfile.mkdtemp(prefix="fuzz-", dir=SHM))
@@ -141,7 +161,50 @@ def fuzz_manifest(data: bytes) -> None:
         good = json.loads(MANIFEST)
         assert document["files"] == good["files"]
         assert document["state"] == "complete"
-        assert document["plan"]["contract"] == good["plan"]["contract"]
+        plan, before = document["plan"], good["plan"]
+        for part in ("contract", "lane", "arm", "profile", "engine", "driver"):
+            assert plan[part] == before[part], part
+        if plan.get("lane_sha256") == before["lane_sha256"]:
+            now, then = (msgspec.convert(x, Plan) for x in (plan, before))
+            assert (now.services, now.cells) == (then.services, then.cells)
+
+
+def fuzz_batch(data: bytes) -> None:
+    """A cell of a program with values replaced: what meets every rule shows the same figures."""
+    feed = atheris.FuzzedDataProvider(data)
+    micro_too = feed.ConsumeBool()
+    lines = [*(EXCHANGED if micro_too else TRAINED)]
+    for _ in range(feed.ConsumeIntInRange(1, 3)):
+        at = feed.ConsumeIntInRange(0, len(lines) - 1)
+        lines[at] = mutated(lines[at], feed)
+    path = ROOT / (micro.NAME if micro_too else training.NAME)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if micro_too:
+        taken = batch.Taken(micro.read(path), COMMAND, PRINTED, RUN)
+        checks = exchanges.judge({"c4": taken}, 2)
+        now = shown(micro=tuple(micro.rows("c4", taken.records)))
+    else:
+        taken = batch.Taken(training.read(path), TRAIN, PRINTED, RUN)
+        checks = training.judge({"c4": (training.NAME, taken)}, 2, arm="alltoall", nics=0)
+        now = shown(steps=tuple(training.rows("c4", taken.records)))
+    if all(x.outcome == "met" for x in checks if x.severity == "required"):
+        assert now == (SHOWN_MICRO if micro_too else SHOWN_STEPS)
+
+
+def shown(**rows: Any) -> str:
+    """Rows as people see them."""
+    return render.text(Verdict("d", "proven", "", **rows))
+
+
+EXCHANGED = drops.exchanged(2)
+TRAINED = drops.steps(2)
+TABLE = [*drops.micro(ROOT / "good", EXCHANGED), *drops.told(TRAINED)]
+PRINTED = batch.printed(io.BytesIO("\n".join(TABLE).encode()), ())
+COMMAND = ("python", "/lanes/micro/ep_bench.py", "--out=x", *drops.MICRO)
+TRAIN = ("python", "/lanes/megatron/train.py", "--out=x", "--arm=alltoall")
+RUN = load.Run(load.window(drops.START - 60, drops.START + 60), {"cell c4": 12.0})
+SHOWN_MICRO = shown(micro=tuple(micro.rows("c4", micro.read(ROOT / "good" / micro.NAME))))
+SHOWN_STEPS = shown(steps=tuple(training.rows("c4", [training.Record(**x) for x in TRAINED])))
 
 
 paths.LANES = drops.lanes(ROOT / "lanes")  # type: ignore[misc]
@@ -176,7 +239,7 @@ def main() -> None:
     """Fuzz the target that the first argument names."""
     targets = {
         "scan": fuzz_scan, "records": fuzz_records, "manifest": fuzz_manifest,
-        "verdict": fuzz_verdict,
+        "verdict": fuzz_verdict, "batch": fuzz_batch,
     }  # fmt: skip
     name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if name not in targets:
@@ -186,7 +249,8 @@ def main() -> None:
     for number, line in enumerate(GOOD[:40]):
         (seeds / str(number)).write_bytes(line + b"\n")
     (seeds / "long").write_bytes(bytes(range(256)) * 8)
-    atheris.Setup([*sys.argv, str(seeds)], guarded(targets[name]))
+    again = any(os.path.isfile(word) for word in sys.argv[1:])  # a finding, to see it once more
+    atheris.Setup([*sys.argv, *([] if again else [str(seeds)])], guarded(targets[name]))
     atheris.Fuzz()
 
 

@@ -88,6 +88,7 @@ REFUTED: list[tuple[str, Change, str]] = [
     ("complete", lambda x: x.pop(0), "0 starts, 1 ends"),
     ("complete", lambda x: x.append(x[-1]), "1 starts, 2 ends"),
     ("complete", lambda x: x.insert(0, x[3]), "does not begin with its start"),
+    ("complete", one(4, kind="note"), "records of an unknown kind: note"),
     ("complete", one(0, world=1), "world 1, 2, not 2"),
     ("complete", one(5, ranks=1), "world 1, 2, not 2"),
     ("complete", one(5, ranks=None), "world 2, None, not 2"),
@@ -170,6 +171,16 @@ def test_records_that_were_edited_after_their_table_was_printed_are_refuted(tmp_
 def test_a_log_without_a_table_refutes(tmp_path: Path) -> None:
     found = judged(tmp_path, log=lambda x: ["another run's log", *x[:1]])
     assert found["printed"].outcome == "failed"
+
+
+def test_a_floor_that_was_taken_out_of_the_records_is_missed(tmp_path: Path) -> None:
+    """Without it the exchange looks better than what it stands beside."""
+
+    def without(op: str) -> Change:
+        return lambda lines: lines.__setitem__(slice(None), [x for x in lines if x.get("op") != op])
+
+    found = judged(tmp_path, without("copy-local"), printed_too=False)["printed"]
+    assert (found.outcome, "only in the log: copy-local" in found.actual) == ("unchecked", True)
 
 
 def test_a_line_that_another_rank_tore_is_no_verdict(tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ def test_records_of_another_time_than_their_summary_s_or_the_run_s_refute(
         ({"ended": "2026-11-30T11:10:01+00:00"}, "c4: ran"),
         ({"started": "2026-10-21T11:00:00+00:00", "ended": "2026-10-21T11:13:00+00:00"}, "c4: ran"),
         ({"timings": {"cell c4": 1.0}}, "took 4 s, its cell 1 s"),
+        ({"timings": {"cell c4": -1e308}}, "took 4 s, its cell -"),
         ({"started": "2026-11-30T11:05:00+00:00"}, "the log spans 11-30 11:00:00"),
         ({"ended": "2026-11-30T11:10:50+00:00"}, "the log spans 11-30 11:00:00"),
     ],

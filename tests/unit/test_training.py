@@ -61,6 +61,7 @@ def test_good_records_meet_every_rule(tmp_path: Path) -> None:
         (lambda lines: lines.insert(0, lines.pop()), "steps-complete failed"),
         (lambda lines: lines.append(lines[0]), "steps-complete failed, same-run unchecked"),
         (lambda lines: lines[0].update(world=1), "steps-complete failed"),
+        (lambda lines: lines[-2].update(kind="note"), "steps-complete failed"),
         (
             lambda lines: lines[0].update(settings={"steps": 10**12}),
             "steps-complete failed, steps-planned failed",

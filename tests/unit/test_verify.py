@@ -277,6 +277,8 @@ TIMELESS = "complete, but it does not say when it began and ended"
         ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
         ({}, {"ended": None}, TIMELESS),
         ({}, {"started": "yesterday"}, TIMELESS),
+        ({}, {"started": "0001-01-01T00:00:00+00:00"}, TIMELESS),
+        ({}, {"ended": "9999-12-31T23:59:59+00:00"}, TIMELESS),
         ({}, {"started": "2026-11-30T11:00:00"}, TIMELESS),
         ({}, {"timings": {}}, "a cell whose time was not taken"),
         ({}, {"timings": {"cell c4": 0.0}}, "a cell whose time was not taken"),
@@ -415,6 +417,18 @@ def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
 def test_a_plan_that_is_none_refutes_where_its_lane_is_the_same(tmp_path: Path) -> None:
     forged = check(planned(tmp_path, lambda x: x.pop("stack")), "lane")
     assert (forged.outcome, forged.severity) == ("failed", "required")
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_what_a_plan_hides_makes_no_difference(tmp_path: Path) -> None:
+    """A variable named like a secret: the lane's own value is not in the drop either."""
+
+    def hidden(plan: dict[str, Any]) -> None:
+        plan["extra_env"] = plan["cells"]["c4"]["env"] = {"API_TOKEN": "(hidden)"}
+        plan["services"][0]["env"] |= {"API_TOKEN": "(hidden)"}
+
+    found = check(planned(tmp_path, hidden), "lane")
+    assert (found.outcome, found.actual) == ("met", "as the lane plans")
 
 
 @pytest.mark.usefixtures("known_lanes")
