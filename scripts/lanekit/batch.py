@@ -51,7 +51,9 @@ def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ..
     firsts = {(getattr(r, "op", "") or getattr(r, "role", "")).encode() for r in records} - {b""}
     firsts |= FIRSTS
     found: set[tuple[str, ...]] = set()
-    for line in iter(lambda: stream.readline(LINE), b""):
+    whole: Any = stream  # unbuffered: a line would be read byte by byte
+    buffered = io.BufferedReader(whole, 1 << 20)
+    for line in iter(lambda: buffered.readline(LINE), b""):
         if line.partition(b" ")[0] in firsts:
             words = tuple(line.decode(errors="replace").split(None, 12))
             if 8 <= len(words) <= 11:
