@@ -44,6 +44,20 @@ UNLISTED: Final = (MANIFEST, drops.VERDICT, WAIVERS)
 # tomllib takes room by the square of a dotted key's length: 200 kB of `a.a.a` did not end below
 # 20 GB (2026-11-30); 8 KiB take 70 MB.
 WAIVERS_LIMIT: Final = 8 << 10
+# Of every loaded server, whatever its contract: a client that retries reports no error.
+ERRORS: Final = contract.Bound(
+    "server-errors",
+    "required",
+    contract.Rule(
+        why="the server answered no request with an error of its own",
+        literal='HTTP/1.1" 5',
+        pattern=r'"POST /\S+ HTTP/1\.1" 5\d\d',
+        needs="none",
+        source="uvicorn access log",
+        versions=("uvicorn, as vLLM 0.24.0 runs it",),
+        remedy="Read the server's log before its first such answer.",
+    ),
+)
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
 
@@ -492,6 +506,7 @@ def judged(
     _fits(found, facts.profile)
     served = facts.requests is not None and not facts.batch
     rules = contract.bound(found, served=served, batch=facts.batch)
+    rules = (*rules, ERRORS) if served else rules
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]

@@ -494,6 +494,15 @@ def test_a_server_that_answered_too_few_requests_is_refuted(tmp_path: Path, name
     assert check(verify(fewer), "requests-served").outcome == "failed"
 
 
+def test_a_server_that_answered_with_errors_is_refuted(tmp_path: Path) -> None:
+    """Beside as many good answers as were planned, and an AIPerf that saw no error."""
+    bad = drops.POST.replace("200 OK", "500 Internal Server Error")
+    found = verify(drops.drop(tmp_path / "d", "cpu", lambda x: [*x[:-1], bad, bad, x[-1]]))
+    errors = check(found, "server-errors")
+    assert (found.reason, errors.outcome) == ("failed: server-errors", "failed")
+    assert errors.actual.startswith("2 ")
+
+
 def test_every_contract_of_a_server_counts_its_answers() -> None:
     """Published excerpts hold no access log, and a program of its own answers none."""
     program = {n for n, subject in drops.SUBJECTS.items() if subject[0] in drops.DRIVERS}
