@@ -45,16 +45,16 @@ def pods(listed: Mapping[str, Any]) -> list[Pod]:
 
 
 _NUMBERS: Final = (
-    "leaderworkerset.sigs.k8s.io/worker-index", manifests.INDEX,
-)  # fmt: skip
+    "leaderworkerset.sigs.k8s.io/worker-index",
+    "training.kubeflow.org/replica-index",  # 0 is the launcher where it works too
+    manifests.INDEX,
+)
 
 
 def _read(item: Mapping[str, Any]) -> Pod:
     metadata, status = item.get("metadata", {}), item.get("status", {})
     known = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
     number = next((int(known[key]) for key in _NUMBERS if known.get(key, "").isdigit()), 0)
-    if known.get("training.kubeflow.org/job-role") == "worker":
-        number = int(known.get("training.kubeflow.org/replica-index", 0)) + 1
     named, phase = metadata.get("name", "?"), status.get("phase", "?")
     return Pod(named, number, phase, _trouble(status))
 
@@ -247,7 +247,8 @@ class KubernetesLauncher:
 
 
 def _pod_name(host: Host) -> str:
-    return host.address.partition(".")[0]
+    """What kubectl calls a host's pod; an MPIJob's launcher is of a Job, which adds to its name."""
+    return f"job/{host.name}" if host.name.endswith("-launcher") else host.name
 
 
 class PodTask:
@@ -275,7 +276,8 @@ class PodTask:
         if self._plan.driver != "batch":
             code = self._child.poll()
             if code is not None:
-                self._fetch(_pod_name(self._plan.hosts[0]), "aiperf")
+                pods = self._launcher.pods()
+                self._fetch(next((p.name for p in pods if p.number == 0), "?"), "aiperf")
             return code
         leader = next((p.name for p in self._launcher.pods() if p.number == 0), "")
         if not leader:

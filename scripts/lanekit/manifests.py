@@ -44,15 +44,16 @@ def kind(driver: str, command: Sequence[str]) -> str:
 
 
 def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
-    """Hosts under the names that the cluster will give their pods."""
+    """Hosts under the names that the cluster will give their pods: what their ranks print, too."""
     addresses = {
         "LeaderWorkerSet": lambda n: f"{named}-0-{n}" if n else f"{named}-0",
         "Job": lambda n: f"{named}-{n}",
         "MPIJob": lambda n: f"{named}-worker-{n - 1}" if n else f"{named}-launcher",
     }
+    pods = [addresses[what](host.node_rank) for host in fleet]
     return tuple(
-        msgspec.structs.replace(h, address=f"{addresses[what](h.node_rank)}.{named}", ssh="")
-        for h in fleet
+        msgspec.structs.replace(host, name=pod, address=f"{pod}.{named}", ssh="")
+        for host, pod in zip(fleet, pods, strict=True)
     )
 
 

@@ -282,6 +282,16 @@ def test_what_keeps_a_pod_from_going_on_is_told(status: dict[str, Any], trouble:
     assert bool(pod.trouble) == bool(trouble)
 
 
+@pytest.mark.parametrize(
+    "label", ["leaderworkerset.sigs.k8s.io/worker-index", "training.kubeflow.org/replica-index",
+              "batch.kubernetes.io/job-completion-index"],
+)  # fmt: skip
+def test_a_pod_says_which_host_it_is_whatever_made_it(label: str) -> None:
+    item = {"metadata": {"name": "x", "labels": {label: "3"}}, "status": {"phase": "Running"}}
+    (pod,) = kubernetes.pods({"items": [item]})
+    assert pod.number == 3
+
+
 class Api(http.server.BaseHTTPRequestHandler):
     """An API that answers every request with an error, or with nothing for a long time."""
 
