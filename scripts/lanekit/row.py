@@ -270,7 +270,7 @@ def _addressed(plan: Mapping[str, Any]) -> Iterator[str]:
         words = [str(word) for word in _list(_dict(cell).get("command"))]
         given = [
             at.partition("=")[2] if "=" in at else after
-            for at, after in zip(words, [*words[1:], ""], strict=True)
+            for at, after in itertools.zip_longest(words, words[1:], fillvalue="")
             if at == "--url" or at.startswith("--url=") or at == "-u"
         ]
         if words and (not url or given != [url]):

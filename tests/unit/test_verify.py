@@ -273,6 +273,8 @@ TIMELESS = "complete, but it does not say when it began and ended"
          "the server's command lacks 8000, /models/tiny"),
         ({"cells": {"c4": {"command": ["true"], "artifacts": "aiperf/c4"}}}, {},
          "c4 was sent to none, not to http://127.0.0.1:8000; no command that takes c4"),
+        ({"cells": {"c4": {"command": [], "artifacts": "aiperf/c4"}}}, {},
+         "no command that takes c4"),
         ({}, {"runner": None}, "no process ran it"),
         ({"ranks": 2}, {}, "ranks 2, the lane has 1"),
         ({}, {"ended": None}, TIMELESS),
