@@ -126,7 +126,7 @@ def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str, bool
     try:
         plan = msgspec.convert(manifest.plan, Plan)
         today = planning.again(plan, known)
-    except (msgspec.ValidationError, KeyError) as error:
+    except (msgspec.ValidationError, LookupError, ValueError) as error:
         run = clock(manifest)
         old = run is not None and run.window.first < TYPED
         return f"cannot be planned again: {error}", "", not old

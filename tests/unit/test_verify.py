@@ -416,8 +416,20 @@ def test_a_plan_of_another_harness_is_not_planned_again(tmp_path: Path) -> None:
     assert "cannot be planned again" in older.actual
 
 
-def test_a_plan_that_is_none_refutes_where_its_lane_is_the_same(tmp_path: Path) -> None:
-    forged = check(planned(tmp_path, lambda x: x.pop("stack")), "lane")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.pop("stack"),
+        lambda x: x["environments"]["aiperf"].update(python=""),
+        lambda x: x.update(environments={}),
+        lambda x: x.update(ports={}),
+        lambda x: x.update(ports={"server": -1}),
+    ],
+)
+def test_a_plan_that_is_none_refutes_where_its_lane_is_the_same(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    forged = check(planned(tmp_path, change), "lane")
     assert (forged.outcome, forged.severity) == ("failed", "required")
 
 
