@@ -70,7 +70,7 @@ def inside(root: Path) -> Iterator[Path]:
             if not name.isprintable():  # lone surrogates stand for bytes that are not UTF-8
                 raise Unreadable(f"{str(path)!a}: not a name to print", remedy="Rename it.")
             with contextlib.suppress(OSError):
-                if name in names and stat.S_ISREG(path.lstat().st_mode):
+                if stat.S_ISREG(path.lstat().st_mode):
                     yield path
 
 

@@ -16,6 +16,7 @@ import drops
 import pytest
 
 from lanekit import contract, judge, logs, paths, planning, scan
+from lanekit import verify as verify_module
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Check, Verdict
 from lanekit.verify import verify
@@ -712,6 +713,18 @@ def test_a_list_of_a_thousand_files_is_cut(tmp_path: Path) -> None:
     files = {f"logs/{n:04}.log": "0" * 64 for n in range(1000)}
     drops.edit_json(root / "manifest.json", files=files)
     assert check(verify(root), "files").missing[-1] == "960 more"
+
+
+def test_more_files_than_any_run_leaves_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 files in one folder took two minutes only to be listed (2026-11-30)."""
+    root = drops.drop(tmp_path / "d")
+    monkeypatch.setattr(verify_module, "FILES", len(list(logs.inside(root))))
+    assert verify(root).result == "proven"
+    (root / "logs" / "one-more.txt").touch()
+    with pytest.raises(Unreadable, match="more than"):
+        verify(root)
 
 
 def test_json_and_exit_code_of_the_command(tmp_path: Path) -> None:
