@@ -5,6 +5,7 @@ them. The same faults against the real ones are in tests/lanes.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -115,6 +116,20 @@ def test_a_run_to_its_end_leaves_a_sealed_drop_and_no_process(lane: Lane) -> Non
     assert len(manifest.processes) == 2
     assert lane.strays(manifest) == []
     assert code != 0, "a stand-in must never be proven"
+
+
+def test_the_nics_are_read_before_and_after_the_sweep(lane: Lane) -> None:
+    port = lane.scratch / "infiniband" / "rdmap79s0" / "ports" / "1" / "hw_counters"
+    port.mkdir(parents=True)
+    (port / "tx_bytes").write_text("4096\n")
+    (port / "rdma_write_bytes").write_text("7\n")
+    _, said = lane.end("--cells", "quick")
+    assert lane.manifest().state == "complete", said
+    (host,) = max(lane.results.glob("2*")).glob("host/*.json")
+    one = {"rdmap79s0": {"tx_bytes": 4096, "rdma_write_bytes": 7}}
+    found = json.loads(host.read_text())
+    assert found["hw_counters"] == {"before": one, "after": one}
+    assert found["host"] == host.stem, "what the doctor had written is kept"
 
 
 def test_a_server_that_dies_at_start_is_noticed_at_once(lane: Lane) -> None:
