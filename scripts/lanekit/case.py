@@ -110,11 +110,14 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     found = (log.stream for log in logs.find(drop, files, ours=True))
     checks = [_integrity(drop, files, manifest.files), _copies(subject), row.logs(plan, found)]
     checks += row.checks(manifest, known)
+    seen = {**plan, "images": {**manifest.images, **_images(plan)}}
+    profile = spec.profile(held.profile)
+    checks += witness.checks(_hosts(drop, files), profile, _tokens(plan), seen)
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
     loads, unplanned = _planned(subject, plan)
     facts = Facts(
-        profile=spec.profile(held.profile),
+        profile=profile,
         requests=_total(loads, asked=_asked(plan)),
         engine_version=row.version(plan),
         served_name=_text(_at(plan, "model", "served_name")),
@@ -122,8 +125,6 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
     )
     checks += loading.load(loads, unplanned)
-    seen = {**plan, "images": {**manifest.images, **_images(plan)}}
-    checks += witness.checks(_hosts(drop, files), facts.profile, _tokens(plan), seen)
     checks += gate(drop, files, manifest)
     return judged(subject, facts, loads, checks, run=row.clock(manifest))
 
@@ -611,7 +612,7 @@ def _tokens(plan: Mapping[str, Any]) -> int | None:
     parts = [[_int(_at(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
     if not rows or any(number is None for row in parts for number in row):
         return None
-    return sum((r or 0) * ((i or 0) + (o or 0) - 1) for r, i, o in parts)
+    return sum((r or 0) * ((i or 0) + (o or 0) - 1) for r, i, o in parts) or None
 
 
 def _versions(plan: Mapping[str, Any]) -> dict[str, str]:

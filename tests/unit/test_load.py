@@ -420,10 +420,11 @@ def test_facts_of_hosts_are_read_from_the_drop(tmp_path: Path) -> None:
 
 
 def test_a_drop_that_says_nothing_of_its_hosts_is_no_proof(tmp_path: Path) -> None:
-    root = drops.drop(tmp_path / "d", "v2-nvlink")
-    shutil.rmtree(root / "host")
-    found = verify(drops.seal(root))
-    assert (found.result, found.reason) == ("no verdict", "could not check: gpus")
+    for kind in ("v2-nvlink", "train-nvlink", "v2-one"):
+        root = drops.drop(tmp_path / kind, kind)
+        shutil.rmtree(root / "host")
+        found = verify(drops.seal(root))
+        assert (found.result, found.reason) == ("no verdict", "could not check: gpus")
 
 
 @pytest.mark.parametrize(
