@@ -268,13 +268,23 @@ def train(options: argparse.Namespace, place: Place, role: str, dispatcher: str)
             trainer.update()
         settle(place)
         ms = place.max((time.perf_counter() - begin) * 1e3)
-        place.write("step", role=role, dispatcher=dispatcher, step=step, loss=round(loss, 6),
-                    grad_norm=round(norm, 6), ms=round(ms, 3))  # fmt: skip
-        if place.rank == 0:
-            print(f"{role:<10} {dispatcher:<9} step {step}  loss {loss:9.4f}"
-                  f"  grad-norm {norm:9.4f}  {ms:9.1f} ms", flush=True)  # fmt: skip
+        record(place, (role, dispatcher, step), loss, norm, ms)
     if place.device == "cuda":
         place.write("memory", role=role, peak_bytes=torch.cuda.max_memory_allocated())
+
+
+def record(place: Place, which: tuple[str, str, int], loss: float, norm: float, ms: float) -> None:
+    """A step, written and printed. which: role, dispatcher, number; ms: milliseconds.
+
+    Rounded once for both: rounded apart, 34.3496 is 34.3 in the log and, as 34.35, 34.4 to a reader
+    of the records (seen on 2026-11-30)."""
+    role, dispatcher, step = which
+    loss, norm, ms = round(loss, 6), round(norm, 6), round(ms, 3)
+    place.write("step", role=role, dispatcher=dispatcher, step=step, loss=loss, grad_norm=norm,
+                ms=ms)  # fmt: skip
+    if place.rank == 0:
+        print(f"{role:<10} {dispatcher:<9} step {step}  loss {loss:9.4f}"
+              f"  grad-norm {norm:9.4f}  {ms:9.1f} ms", flush=True)  # fmt: skip
 
 
 def settle(place: Place) -> None:

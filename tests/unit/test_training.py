@@ -182,6 +182,24 @@ def test_an_expert_has_one_name_on_every_number_of_ranks(program: ModuleType) ->
     assert program.global_name("decoder.layers.1.mlp.router.weight", 64).count("64") == 0
 
 
+def test_a_step_is_printed_as_its_record_reads(
+    program: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Place:
+        rank = 0
+
+        def write(self, kind: str, **fields: object) -> None:
+            records.append(fields)
+
+    records: list[dict[str, object]] = []
+    for loss, ms in ((6.2745, 34.3496), (1.00004999, 34.25)):
+        program.record(Place(), ("arm", "alltoall", 0), loss, 1.6286, ms)
+        words = capsys.readouterr().out.split()
+        read = [words[5], words[7], words[-2]]
+        shown = records[-1]
+        assert read == [f"{shown['loss']:.4f}", f"{shown['grad_norm']:.4f}", f"{shown['ms']:.1f}"]
+
+
 def test_the_bytes_of_every_port_count(program: ModuleType, tmp_path: Path) -> None:
     assert program.sent_bytes(tmp_path) is None
     for nic, count in (("rdmap0s6", 5), ("rdmap1s6", 7)):
