@@ -10,10 +10,10 @@ image-graph: setup ## Print the image graph; it is drawn in images/README.md
 
 image-%: setup ## Build an image, or all a lane needs (image-vllm): [STACK= PROFILE= PLAN=1]
 	@exec $(LANEKIT) image build $* $(STACK_OPTION) $(call option,PROFILE,--profile) \
-	  $(if $(PLAN),--plan)
+	  $(call switch,PLAN,--plan)
 
 images: setup ## Build every image of the graph
-	@exec $(LANEKIT) image build --all --exact $(STACK_OPTION) $(if $(PLAN),--plan)
+	@exec $(LANEKIT) image build --all --exact $(STACK_OPTION) $(call switch,PLAN,--plan)
 
 push-%: setup ## Push an image, never over an existing tag, and record its digest: [REGISTRY=]
 	@exec $(LANEKIT) image push $* $(STACK_OPTION) $(call option,REGISTRY,--registry)

@@ -419,6 +419,28 @@ def ancestors(name: str) -> list[str]:
     return found
 
 
+def pinned(name: str, stack: str) -> dict[str, str]:
+    """The packages that an image is built with: project -> version. A child's locks count over its
+    ancestors', and what is installed by name over every lock (tools/install); an install that no
+    lock and no checksum holds may change all that locks brought. `contents` is what it really has.
+
+    Raises:
+        ConfigError: an unknown stack, or a lock that cannot be read.
+    """
+    known = pins.arguments(pins.load(), stack)
+    locked, named = dict[str, str](), dict[str, str]()
+    for image in [*reversed(ancestors(name)), name]:
+        lines = (folder(image) / "Dockerfile").read_text().splitlines()
+        for arg in [arg for line in lines for arg, _ in pins.declared(line) if arg in known]:
+            pin, _, field = arg.rpartition("_")
+            if field == "LOCK":
+                locked |= pins.packages(paths.LOCKS / known[arg])
+            elif field == "PROJECT" and f"{pin}_VERSION" in known:
+                named[known[arg]] = known[f"{pin}_VERSION"]
+                locked = locked if f"{pin}_SHA256" in known else {}
+    return locked | named
+
+
 def tree() -> str:
     """The graph as indented text, bases first."""
     above = parents()

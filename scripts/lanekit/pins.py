@@ -141,14 +141,22 @@ def locked(lock: Path, project: str) -> str:
     Raises:
         ConfigError: the lock cannot be read or does not hold the project.
     """
+    if (version := packages(lock).get(project)) is None:
+        raise ConfigError(f"{lock} does not hold {project}", remedy="See locks/README.md.")
+    return version
+
+
+def packages(lock: Path) -> dict[str, str]:
+    """Every package of a hashed requirements file, with its version.
+
+    Raises:
+        ConfigError: the lock cannot be read.
+    """
     try:
         text = lock.read_text()
     except OSError as error:
         raise ConfigError(f"{lock}: {error.strerror}", remedy="Restore the lock.") from error
-    found = re.search(rf"^{re.escape(project)}==([^\s;\\]+)", text, re.M)
-    if found is None:
-        raise ConfigError(f"{lock} does not hold {project}", remedy="See locks/README.md.")
-    return found[1]
+    return dict(re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.M))
 
 
 def arguments(pins: Pins, stack: str) -> dict[str, str]:

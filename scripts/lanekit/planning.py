@@ -33,6 +33,7 @@ from lanekit import (
     variables,
 )
 from lanekit.errors import ConfigError
+from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
     INHERITED,
@@ -472,12 +473,13 @@ def _upper(name: str) -> str:
 
 
 def _image_pins(chosen: Choice) -> dict[str, str]:
-    """What the images really hold of PINNED."""
+    """What the images really hold of PINNED; what they are built with where nobody was asked."""
     held: dict[str, str] = {}
     for image in chosen.containers.images.values() if chosen.containers else ():
         if image.startswith(f"{images.LOCAL}/"):
-            continue  # a tag: nobody was asked
-        if chosen.launcher == "compose":
+            name, _, stack = image.removeprefix(f"{images.LOCAL}/").partition(":")
+            held |= images.pinned(name, stack)
+        elif chosen.launcher == "compose":
             held |= images.contents(image, chosen.hosts[0].ssh).packages
         else:  # nobody here may hold it; its bill of materials was made when it was pushed
             held |= registry.packages(image)
@@ -746,8 +748,8 @@ def _pins(environments: Mapping[str, Environment], options: Options) -> dict[str
         if not environment.locks and (options.start or Path(environment.python).exists()):
             pins |= _installed(environment.python)
         for lock in environment.locks:
-            found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
-            pins |= {name: version for name, version in found if name in PINNED}
+            held = packages(paths.LOCKS / lock)
+            pins |= {name: held[name] for name in PINNED if name in held}
     return pins
 
 
