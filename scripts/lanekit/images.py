@@ -120,6 +120,10 @@ def folder(target: str) -> Path:
     return IMAGES / target.removesuffix("-v1" if target != "transport-v1" else "\0")
 
 
+def _recipe(target: str) -> str:
+    return (folder(target) / "Dockerfile").read_text()
+
+
 def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Definition:
     """What docker-bake.hcl is completed with: arguments, contexts and secrets of each target.
 
@@ -136,7 +140,7 @@ def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Defi
 def _filled(
     name: str, stack: str, given: Roots, found: pins.Pins, known: Mapping[str, str]
 ) -> Definition:
-    text = (folder(name) / "Dockerfile").read_text()
+    text = _recipe(name)
     declared = [arg for line in text.splitlines() for arg, _ in pins.declared(line)]
     arguments = {arg: known[arg] for arg in declared if arg in known}
     sources = {source: _source(source, stack, given, found) for source in _sources(text)}
@@ -148,7 +152,8 @@ def _filled(
             arguments[f"{source.upper()}_SHA256"] = checksum
     bases = _bases(text, stack, given, found)
     secrets = [("ca", given.ca), ("pip", given.pip)]
-    theirs = [*(["base"] if given.base_image else []), *sorted({*sources} & {*given.sources})]
+    inside = {source for each in (name, *ancestors(name)) for source in _sources(_recipe(each))}
+    theirs = [*(["base"] if given.base_image else []), *sorted(inside & {*given.sources})]
     return {
         "args": arguments,
         "contexts": {
@@ -394,8 +399,8 @@ def parents() -> dict[str, str]:
     for name, body in blocks:
         if name.startswith("_"):
             continue
-        match = re.search(r'parent = "target:([\w-]+)"', body) or re.search(
-            r'parent = "target:([\w-]+)"', inherited.get(_inherits(body), "")
+        match = re.search(r'parent = "target:_?([\w-]+)"', body) or re.search(
+            r'parent = "target:_?([\w-]+)"', inherited.get(_inherits(body), "")
         )
         found[name] = match[1] if match else _base(name)
     return found
@@ -407,7 +412,7 @@ def _inherits(body: str) -> str:
 
 
 def _base(name: str) -> str:
-    match = re.search(r"^FROM\s+(\S+)", (folder(name) / "Dockerfile").read_text(), re.M)
+    match = re.search(r"^FROM\s+(\S+)", _recipe(name), re.M)
     return match[1] if match else "?"
 
 

@@ -103,6 +103,7 @@ def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Pat
     made = images.definition("2026-07", images.roots(environ))["target"]
     assert made["transport-base"]["args"]["EFA_SHA256"] == "ab" * 32
     assert made["transport-base"]["labels"]["lanes.given"] == "base efa"
+    assert made["vllm"]["labels"]["lanes.given"] == "base efa"  # what its parents were given
     assert made["aiperf"]["labels"]["lanes.given"] == "base"
     pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]["labels"]
     assert pinned["lanes.given"] == ""
