@@ -103,8 +103,9 @@ test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slur
 test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf
 	@$(VENV)/bin/python -m pytest tests/hosts
 
-bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 GIB=4]
-	@$(VENV)/bin/python scripts/bench.py $(call switch,LANE,--lane) $(call switch,SIMULATE,--hosts) $(if $(GIB),--gib $(GIB))
+bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 IMAGES=STACK GIB=4]
+	@$(VENV)/bin/python scripts/bench.py $(call switch,LANE,--lane) $(call switch,SIMULATE,--hosts) \
+	  $(call option,IMAGES,--images) $(if $(GIB),--gib $(GIB))
 
 readme: setup ## Renew the generated parts of READMEs
 	@$(LANEKIT) lanes --readme

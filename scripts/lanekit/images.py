@@ -171,6 +171,26 @@ def _filled(
     }
 
 
+def require_given(names: Iterable[str], stack: str, given: Roots, found: pins.Pins) -> None:
+    """Refuse a build, before its first step, whose images need a wheel that nobody gave.
+
+    Raises:
+        ConfigError: with how to come by every one that is missing.
+    """
+    recipes = {_recipe(each) for name in names for each in (name, *ancestors(name))}
+    needed = {source for text in recipes for source in _sources(text)} - {*given.sources}
+    missing = [
+        (f"SRC_{name.upper()}", wheel.how.strip())
+        for name, wheel in found.given.items()
+        if name in needed and stack in wheel.stacks
+    ]
+    if missing:
+        raise ConfigError(
+            f"stack {stack} needs what no index holds: {', '.join(o for o, _ in missing)}",
+            remedy="\n".join(how for _, how in missing),
+        )
+
+
 def _bases(text: str, stack: str, given: Roots, found: pins.Pins) -> dict[str, str]:
     """The contexts of the pinned bases a Dockerfile starts from."""
     values = pins.of_stack(found, stack)
@@ -262,12 +282,13 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     """Build images and load them; returns image -> digest. Progress goes to the terminal.
 
     Raises:
-        ConfigError: an unknown image.
+        ConfigError: an unknown image, or a wheel that no index holds and nobody gave.
         ImageFailed: a build failed; bake's own last words stand above.
     """
     from python_on_whales import DockerException  # noqa: PLC0415
 
     _require(names)
+    require_given(names, stack, given, pins.load())
     client, metadata = docker(), STAGE / "metadata.json"
     files: list[str | Path] = [GRAPH, write(definition(stack, given), stack)]
     try:

@@ -52,12 +52,20 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stack: dict[str, Value] = {}
 
 
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A wheel that no index holds. stacks: where an image needs it. how: how to come by one."""
+
+    stacks: tuple[str, ...]
+    how: str
+
+
 class Pins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     stacks: tuple[str, ...]
     pin: dict[str, Pin]
     locks: dict[str, str] = {}
+    given: dict[str, Given] = {}
 
 
 def load(path: Path = PINS, locks: Path = paths.LOCKS) -> Pins:

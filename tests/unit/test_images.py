@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import contents, image_commands, images, registry, sbom
+from lanekit import contents, image_commands, images, pins, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -126,6 +126,34 @@ def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -
 def test_a_root_that_is_not_there_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         images.roots({option: "/nowhere/at/all"})
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "wanted"),
+    [
+        ("vllm", "2026-07", ["SRC_DEEPEP_WHEEL"]),
+        ("vllm", "current", []),
+        ("sglang-v1", "current", ["SRC_DEEPEP_V1_WHEEL"]),
+        ("nemo-rl", "2026-07", ["SRC_DEEPEP_WHEEL", "SRC_NEMO_RL_WHEEL"]),
+        ("vllm-cpu", "2026-07", []),
+    ],
+)
+def test_a_wheel_that_no_index_holds_is_asked_for_before_the_first_step(
+    tmp_path: Path, name: str, stack: str, wanted: list[str]
+) -> None:
+    given = images.roots({option: str(tmp_path) for option in wanted})
+    images.require_given([name], stack, given, pins.load())
+    for option in wanted:
+        others = images.roots({other: str(tmp_path) for other in wanted if other != option})
+        with pytest.raises(ConfigError, match=f"no index holds: {option}$") as error:
+            images.build([name], stack, others)
+        assert f"{option}=FOLDER" in error.value.remedy
+
+
+def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
+    recipes = "".join(path.read_text() for path in images.IMAGES.glob("*/Dockerfile"))
+    for name in pins.load().given:
+        assert f"from=src-{name.replace('_', '-')}," in recipes
 
 
 def test_an_unknown_image_names_the_known_ones() -> None:
