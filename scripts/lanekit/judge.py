@@ -15,7 +15,6 @@ from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
 
-TELLS: Final = datetime.datetime(2026, 11, 30, 15, 10)  # UTC; since then the hook says when
 SPREAD: Final = 20  # an endpoint is loaded from this fraction of the planned requests on
 
 
@@ -182,20 +181,18 @@ def _unexpected(
 
 
 def hook_clock(logs: Logs, run: Window) -> Check:
-    """The ranks say of themselves that they met during the run (UTC). The hook of before TELLS said
-    no time: that is noted, and the other clocks decide."""
+    """The ranks say of themselves that they met during the run (UTC)."""
     told = [x for x in logs.armed if x.first in logs.times]
     silent = [x for x in logs.armed if x.first not in logs.times]
     early = (run.first - SLACK).replace(tzinfo=datetime.UTC).timestamp()
     late = ((run.last or run.first) + SLACK).replace(tzinfo=datetime.UTC).timestamp()
     wrong = [x for x in told if not early <= logs.times[x.first] <= late]
-    old = not told and run.first < TELLS
     bad = wrong or silent
     where = f" at {bad[0].first.file}:{bad[0].first.line}" if bad else ""
     return Check(
         id="hook-clock",
         group="transport",
-        severity="noted" if old else "required",
+        severity="required",
         outcome="failed" if wrong else "unchecked" if silent else "met",
         why="the ranks met while the run was under way",
         expected=f"{shown(run)} UTC by the evidence hook's clock",

@@ -37,6 +37,7 @@ from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
     INHERITED,
+    SCHEMA,
     CellPlan,
     Containers,
     Environment,
@@ -270,7 +271,6 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
     Raises:
         ConfigError: the lane here has not its arm, profile or cells.
     """
-    cell = next(iter(plan.cells.values()), CellPlan((), {}, "", "", 0))
     chosen = Choice(
         lane=lane,
         profile=spec.profile(plan.profile),
@@ -283,14 +283,14 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         hosts=plan.hosts,
         hosts_why=plan.hosts_why,
         drop=Path(plan.drop),
-        # Plans of before 2026-12 do not say it, but AIPerf is given nothing else.
-        extra_env=plan.extra_env or (plan.driver == "aiperf" and cell.env) or {},
+        extra_env=plan.extra_env,
         transport=variables.of(lane.arms[plan.arm].contracts[plan.profile], plan.profile),
         addresses=",".join(host.address for host in plan.hosts),
         containers=plan.containers,
     )
     return msgspec.structs.replace(
         plan,
+        schema=SCHEMA,
         stack=chosen.stack,
         comparable=chosen.profile.comparable,
         model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
