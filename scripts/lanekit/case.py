@@ -58,6 +58,22 @@ ERRORS: Final = contract.Bound(
         remedy="Read the server's log before its first such answer.",
     ),
 )
+# What no process survives: of any run of ours, whatever else its log proves. Other tracebacks of an
+# engine decide nothing: told to stop, vLLM 0.24.0 prints EngineDeadError (2026-11-30).
+LOST: Final = contract.Bound(
+    "gpu-lost",
+    "required",
+    contract.Rule(
+        why="no process lost its GPU",
+        literal="CUDA error: ",
+        pattern="CUDA error: (?:an illegal |illegal |misaligned |device-side assert|"
+        "unspecified launch|uncorrectable |the launch timed out)",
+        needs="none",
+        source="the CUDA runtime's cudaGetErrorString, as torch prints it",
+        versions=("torch 2.11.0",),
+        remedy="make triage names the first process that died, and why.",
+    ),
+)
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
 
@@ -124,6 +140,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         served_name=_text(_at(plan, "model", "served_name")),
         versions=_versions(plan),
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
+        apart=bool(plan.get("backends")),
     )
     checks += loading.load(loads, unplanned)
     checks += gate(drop, files, manifest)
@@ -507,7 +524,7 @@ def judged(
     _fits(found, facts.profile)
     served = facts.requests is not None and not facts.batch
     rules = contract.bound(found, served=served, batch=facts.batch)
-    rules = (*rules, ERRORS) if served else rules
+    rules = (*rules, *(ERRORS,) * served, *(LOST,) * subject.ours)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]

@@ -60,7 +60,7 @@ class Facts:
     """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
     versions: what the plan pins of nccl, nvshmem and deep_ep. loaded: when the first planned
     request was sent, in seconds since the epoch. batch: the program was started once a cell, so
-    that a rank has had several processes."""
+    that a rank has had several processes. apart: each engine wrote a log of its own."""
 
     profile: Profile
     requests: int | None
@@ -69,6 +69,7 @@ class Facts:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loaded: float | None = None
     batch: bool = False
+    apart: bool = False
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
@@ -320,12 +321,14 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
 
 
 def _spread(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
-    """As many lines as requests, over several endpoints. One with a few lines does not count: every
-    engine was asked once before the router was."""
+    """As many lines as requests, over several endpoints: engines, where each has a log of its own,
+    whatever process its lines name. One with a few lines does not count: every engine was asked
+    once before the router was."""
     outcome, expected, actual, missing = _requests(rule, lines, logs, facts)
     counts: dict[str, int] = defaultdict(int)
     for x in lines:
-        who = f"{x.evidence.source.label} {x.evidence.source.pid}".strip()
+        process = f"{x.evidence.source.label} {x.evidence.source.pid}".strip()
+        who = x.stream if facts.apart else process
         counts[dict(x.evidence.values).get("endpoint", who)] += x.evidence.count
     counts.pop("", None)
     least = max(2, (facts.requests or 0) // SPREAD)

@@ -143,6 +143,11 @@ class Choice(msgspec.Struct, frozen=True):
         )
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """Their addresses."""
+        return tuple(f"http://{address}:{port}" for _, address, port in self.backends)
+
+    @property
     def files(self) -> dict[str, str]:
         """The lane's files, filled in as the leader sees them."""
         folder, values = paths.LANES / self.lane.name, self.values(self.hosts[0])
@@ -260,7 +265,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         extra_env=chosen.extra_env,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
         files=chosen.files,
-        backends=tuple(f"http://{address}:{port}" for _, address, port in chosen.backends),
+        backends=chosen.urls,
     )
 
 
@@ -302,6 +307,8 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         patches=_series(lane.arms[plan.arm]),
         prefill=lane.arms[plan.arm].prefill,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
+        files=chosen.files,
+        backends=chosen.urls,
     )
 
 
@@ -316,8 +323,8 @@ def digest(lane: spec.Lane, arm: str, profile: str) -> str:
     of transports, the arm's patch series."""
     folder = paths.LANES / lane.name
     found = repr(sorted(_series(lane.arms[arm]).items()))
-    for path in (folder / "lane.toml", folder / "serve.yaml", paths.PROFILES / f"{profile}.toml",
-                 paths.VARIABLES):  # fmt: skip
+    own = [folder / name for name in ("lane.toml", "serve.yaml", *lane.files)]
+    for path in (*own, paths.PROFILES / f"{profile}.toml", paths.VARIABLES):
         found += f" {sha256(path)}"
     return hashlib.sha256(found.encode()).hexdigest()
 

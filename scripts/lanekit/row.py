@@ -17,7 +17,7 @@ from lanekit.clock import Window
 from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
-from lanekit.plan import Plan, public
+from lanekit.plan import FILES, Plan, public
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
@@ -151,12 +151,13 @@ def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
 
 
 def _same(ours: object, theirs: object) -> bool:
-    """Equal, but for where a checkout stood: its lanes, its cache."""
+    """Equal, but for where a checkout stood: its lanes, its cache; and what a redacted path calls
+    the folder of a drop's files."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return ours == theirs
     pattern = re.escape(ours)
-    for folder in (paths.LANES, paths.CACHE):
-        pattern = pattern.replace(re.escape(str(folder)), r"/\S*")
+    for folder in (str(paths.LANES), str(paths.CACHE), f"/{FILES}/"):
+        pattern = pattern.replace(re.escape(folder), r"/\S*")
     return re.fullmatch(pattern, theirs) is not None
 
 

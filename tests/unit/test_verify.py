@@ -558,6 +558,26 @@ def test_a_server_that_answered_with_errors_is_refuted(tmp_path: Path) -> None:
     assert errors.actual.startswith("2 ")
 
 
+@pytest.mark.parametrize("name", ["cpu", "cpu-gloo"])
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        # as in a real crash, on 2x H200; before and after the last request
+        ("(EngineCore pid=7) torch.AcceleratorError: CUDA error: an illegal memory access was "
+         "encountered", "refuted"),
+        ("RuntimeError: CUDA error: unspecified launch failure", "refuted"),
+        ("(APIServer pid=3) ERROR 11-30 11:11:59 [async_llm.py:704] vllm.v1.engine.exceptions."
+         "EngineDeadError: EngineCore encountered an issue.", "proven"),
+    ],
+)  # fmt: skip
+def test_a_run_in_which_a_process_lost_its_gpu_is_refuted(
+    tmp_path: Path, name: str, line: str, result: str
+) -> None:
+    found = verify(drops.drop(tmp_path / "d", name, lambda x: [*x, line]))
+    assert found.result == result
+    assert check(found, "gpu-lost").outcome == ("met" if result == "proven" else "failed")
+
+
 def test_every_contract_of_a_server_counts_its_answers() -> None:
     """Published excerpts hold no access log, and a program of its own answers none."""
     program = {n for n, subject in drops.SUBJECTS.items() if subject[0] in drops.DRIVERS}
