@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from lanekit import paths, pins
-from lanekit.errors import ConfigError, ImageFailed
+from lanekit import interrupt, paths, pins
+from lanekit.errors import ConfigError, ImageFailed, Interrupted
 
 if TYPE_CHECKING:
     from python_on_whales import DockerClient
@@ -284,6 +284,7 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     Raises:
         ConfigError: an unknown image, or a wheel that no index holds and nobody gave.
         ImageFailed: a build failed; bake's own last words stand above.
+        Interrupted: a signal came; the build is ended.
     """
     from python_on_whales import DockerException  # noqa: PLC0415
 
@@ -292,10 +293,16 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     client, metadata = docker(), STAGE / "metadata.json"
     files: list[str | Path] = [GRAPH, write(definition(stack, given), stack)]
     try:
-        with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
+        # The graph's contexts are relative. A signal ends the client, and with it the build.
+        with contextlib.chdir(paths.ROOT), interrupt.raising():
             client.buildx.bake(
                 names, files=files, variables=variables(stack), metadata_file=metadata
             )
+    except Interrupted as error:
+        raise Interrupted(
+            f"building {', '.join(names)} {error.message}",
+            remedy="Finished steps are kept: the same command goes on from there.",
+        ) from error
     except DockerException as error:
         raise ImageFailed(
             f"building {', '.join(names)} failed",

@@ -1,9 +1,13 @@
 """Other roots in real builds: the recipes' tools with a given file, wheel, index and CA bundle."""
 
+import contextlib
 import hashlib
+import os
 import subprocess
+import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +33,62 @@ def _missing() -> bool:
 
 
 pytestmark = pytest.mark.skipif(_missing(), reason=f"needs {BASE} (images/stand-in-base.sh)")
+
+
+GRAPH = """
+variable "STACK" {}
+variable "REGISTRY" {}
+target "slow" {
+  context = "%s"
+  output = ["type=cacheonly"]
+}
+"""
+
+
+def _sleeping(nonce: str) -> list[Path]:
+    """The processes of this machine, a build's containers among them, that sleep so long."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().split(b"\0")[:2] == [b"sleep", nonce.encode()]:
+                found.append(path)
+    return found
+
+
+def _until(true: Callable[[], object], said: Callable[[], str], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(not Path("/run/docker.pid").is_file(), reason="sees no build's processes")
+def test_a_build_that_is_ended_midway_leaves_no_container_running(tmp_path: Path) -> None:
+    """A step's container is BuildKit's own, on no list of Docker's: its process tells."""
+    nonce = str(time.time_ns())
+    (tmp_path / "slow").mkdir()
+    recipe = f"FROM slim_base\nRUN exec sleep {nonce}\n"
+    (tmp_path / "slow/Dockerfile").write_text(recipe)
+    (tmp_path / "graph.hcl").write_text(GRAPH % (tmp_path / "slow"))
+    code = (
+        "import sys, pathlib; from lanekit import cli, images\n"
+        "images.IMAGES = pathlib.Path(sys.argv[1]); images.GRAPH = images.IMAGES / 'graph.hcl'\n"
+        "sys.exit(cli.main(['image', 'build', 'slow', '--exact']))"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=os.environ | {"BASE_IMAGE": BASE}, stdout=stream, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        _until(lambda: _sleeping(nonce), log.read_text)
+        child.terminate()
+        assert child.wait(timeout=60) == 2
+        _until(lambda: not _sleeping(nonce), log.read_text)
+    finally:
+        child.kill()
+    assert "building slow stopped by SIGTERM" in log.read_text()
 
 
 def built(given: Path, step: str, *options: str) -> subprocess.CompletedProcess[str]:
