@@ -1,6 +1,7 @@
 """The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,14 @@ def test_a_lock_that_does_not_decode_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images.lock").write_text('{"2026-07": {"vllm": {"digest": 1}}}')
     with pytest.raises(ConfigError, match=r"images\.lock"):
         registry.read(tmp_path / "images.lock")
+
+
+def test_the_workflows_take_their_actions_by_commit() -> None:
+    paths = sorted((images.IMAGES.parent / ".github" / "workflows").glob("*.yml"))
+    used = [line for path in paths for line in path.read_text().splitlines() if "uses:" in line]
+    assert used
+    for line in used:
+        assert re.search(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+(\.\d+)+$", line), line
 
 
 def test_the_bill_names_every_package_and_is_the_same_twice() -> None:
