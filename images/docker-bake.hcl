@@ -138,30 +138,43 @@ target "nemo-rl-v1" {
   tags     = tags("nemo-rl-v1")
 }
 
-# --- what children build on: a parent before its guard, so that they run the guard of today and
-# none of their installs again when it changes ------------------------------------------------
+# --- what children build on ------------------------------------------------------------------
+
+# A parent before its guard, so that children run the guard of today and none of their installs again
+# when it changes. Never an image: without an output of its own, the docker driver exports a linked
+# target as well, and under its parent's tag (buildx 0.13.1, 2026-11-30).
 
 target "_transport-base" {
   inherits = ["transport-base"]
   target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }
 
 target "_transport-v1" {
   inherits = ["transport-v1"]
   target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }
 
 target "_transport-v2" {
   inherits = ["transport-v2"]
   target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }
 
 target "_megatron" {
   inherits = ["megatron"]
   target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }
 
 target "_megatron-v1" {
   inherits = ["megatron-v1"]
   target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }

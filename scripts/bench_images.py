@@ -67,7 +67,7 @@ def bake(names: list[str], stack: str, root: Path) -> tuple[float, str]:
     files = ["-f", "images/docker-bake.hcl", "-f", str(images.write(made, f"bench-{stack}"))]
     begin = time.monotonic()
     ran = subprocess.run(
-        ["docker", "buildx", "bake", "--progress=plain", *files, *names],
+        ["docker", "buildx", "bake", "--progress=plain", *files, *images.asked(names)],
         cwd=root, env=os.environ | images.variables(stack), capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -261,6 +261,12 @@ def write(made: Definition, stack: str) -> Path:
     return path
 
 
+def asked(names: Iterable[str]) -> list[str]:
+    """What bake is asked for: images, and by name what they build on, or that is exported too."""
+    names = list(names)
+    return names + sorted({f"_{each}" for name in names for each in ancestors(name)})
+
+
 def plan(names: list[str], stack: str, given: Roots) -> Definition:
     """Bake's own view of what would be built, complete.
 
@@ -270,7 +276,7 @@ def plan(names: list[str], stack: str, given: Roots) -> Definition:
     _require(names)
     with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
         made: Definition = docker().buildx.bake(  # type: ignore[assignment]
-            names,
+            asked(names),
             files=[GRAPH, write(definition(stack, given), stack)],
             variables=variables(stack),
             print=True,
@@ -296,7 +302,7 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
         # The graph's contexts are relative. A signal ends the client, and with it the build.
         with contextlib.chdir(paths.ROOT), interrupt.raising():
             client.buildx.bake(
-                names, files=files, variables=variables(stack), metadata_file=metadata
+                asked(names), files=files, variables=variables(stack), metadata_file=metadata
             )
     except Interrupted as error:
         raise Interrupted(
@@ -312,8 +318,8 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     told = json.loads(metadata.read_text())
     return {
         name: told[name]["containerimage.digest"]
-        for name in told
-        if isinstance(told[name], dict) and "containerimage.digest" in told[name]
+        for name in names
+        if isinstance(told.get(name), dict) and "containerimage.digest" in told[name]
     }
 
 

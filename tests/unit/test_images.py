@@ -32,6 +32,20 @@ def test_the_graph_is_the_one_the_design_draws() -> None:
     assert above["aiperf"] == above["vllm-cpu"] == "slim_base"
 
 
+def test_what_a_child_builds_on_is_asked_for_by_name_and_never_exported() -> None:
+    """Linked only, the docker driver exported it under its parent's tag (buildx 0.13.1)."""
+    assert images.asked(["nemo-rl", "aiperf"]) == [
+        "nemo-rl", "aiperf", "_megatron", "_transport-base", "_transport-v2",
+    ]  # fmt: skip
+    text = images.GRAPH.read_text()
+    for name in {parent for parent in images.parents().values() if parent in images.targets()}:
+        body = re.search(rf'^target "_{name}" \{{\n(.*?)^\}}', text, re.M | re.S)
+        assert body is not None, name
+        assert re.search(r'output += \["type=cacheonly"\]', body[1])
+        assert re.search(r"tags += \[\]", body[1])
+        assert 'target   = "made"' in body[1]
+
+
 def test_every_image_has_its_folder_with_a_readme() -> None:
     for name in images.targets():
         assert (images.folder(name) / "Dockerfile").is_file()
