@@ -26,8 +26,9 @@ from lanekit import drop as drops
 from lanekit import fleet, hosts, images, paths, process, ssh
 from lanekit.errors import HostLost, LaneError, ServerDied
 from lanekit.manifest import Manifest, Process
-from lanekit.plan import FILES, CellPlan, Containers, Host, Plan, Service, is_secret
+from lanekit.plan import FILES, KEPT, CellPlan, Containers, Host, Plan, Service, is_secret
 from lanekit.progress import Say
+from lanekit.spec import WARM
 
 if TYPE_CHECKING:
     from python_on_whales import Container, DockerClient
@@ -42,22 +43,35 @@ PASSED: Final = ("HF_TOKEN", "HTTPS_PROXY", "NO_PROXY")
 
 
 def document(plan: Plan, host: Host) -> dict[str, Any]:
-    """The Compose file of a host: its services, and its cells under the Compose profile `cell`."""
+    """The Compose file of a host: its services, and under the Compose profile `cell` what runs to
+    its end."""
     held = _held(plan)
     services = {
         service.name: _service(plan, host, held.images[service.environment], service)
         for service in plan.services
         if service.host == host.name
     }
-    loader = held.images.get("aiperf", held.images["server"])
-    for name, cell in plan.cells.items():
+    for name, cell in _ending(plan):
+        loader = held.images.get("aiperf", "") if name != WARM else ""
         led = Service(name, plan.hosts[0].name, cell.command, cell.env)
-        for image, service in ((loader, led), *((held.images["server"], w) for w in cell.workers)):
+        for image, service in ((loader, led), *(("", worker) for worker in cell.workers)):
             if service.host == host.name:
-                body = _service(plan, host, image, service)
-                body["volumes"] += [_artifacts(plan, host, cell)]
-                services[f"{plan.driver}-{name}"] = {**body, "profiles": ["cell"]}
-    return {"name": held.project, "services": services}
+                body = _service(plan, host, image or held.images["server"], service)
+                body["volumes"] += [_artifacts(plan, host, cell)] if cell.artifacts else []
+                services[_called(plan, name)] = {**body, "profiles": ["cell"]}
+    volumes = {} if host.cache else {"kept": {"name": held.kept, "external": True}}
+    return {"name": held.project, "services": services, "volumes": volumes}
+
+
+def _ending(plan: Plan) -> Iterator[tuple[str, CellPlan]]:
+    """What runs to its end: the warm-up, and every cell."""
+    if plan.warm:
+        yield WARM, plan.warm
+    yield from plan.cells.items()
+
+
+def _called(plan: Plan, name: str) -> str:
+    return name if name == WARM else f"{plan.driver}-{name}"
 
 
 def _held(plan: Plan) -> Containers:
@@ -68,12 +82,14 @@ def _held(plan: Plan) -> Containers:
 
 def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, Any]:
     held = _held(plan)
+    engine = image == held.images["server"]
+    home = held.keeps if engine else {"HOME": "/tmp"}
     body: dict[str, Any] = {
         "image": image,
         "pull_policy": "never",
         # Compose reads $ as the start of a variable of its own.
         "command": [word.replace("$", "$$") for word in service.command],
-        "environment": _environment(service.env),
+        "environment": _environment({**home, **service.env}),
         "network_mode": "host",
         "hostname": host.name,
         "user": held.user,
@@ -89,7 +105,7 @@ def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, 
         "stop_grace_period": f"{GRACE_S}s",
         "restart": "no",
         "labels": {LABEL: plan.drop},
-        "volumes": [*_inputs(plan, host)],
+        "volumes": [*_inputs(plan, host), *([_kept(host)] if engine else [])],
     }
     if len(plan.hosts) > 1:
         numbers = [each for each in plan.hosts if hosts.is_number(each.address)]
@@ -108,9 +124,16 @@ _ALL_GPUS: Final = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 def _environment(env: Mapping[str, str]) -> list[str]:
     """Variables with their values; what is secret by its name alone, filled in by Compose from its
     own environment when it starts the container."""
-    open_ = {"HOME": "/tmp", **{k: v for k, v in env.items() if not is_secret(k)}}
+    open_ = {k: v for k, v in env.items() if not is_secret(k)}
     return [*dict.fromkeys((*PASSED, *(k for k in env if is_secret(k)))),
             *(f"{k}={v.replace('$', '$$')}" for k, v in open_.items())]  # fmt: skip
+
+
+def _kept(host: Host) -> dict[str, Any]:
+    """What the engine's containers find again in the next run: a volume of the host's engine, or
+    the folder that the inventory names."""
+    source = {"type": "bind", "source": host.cache} if host.cache else {"source": "kept"}
+    return {"type": "volume", "target": KEPT, **source}
 
 
 def _inputs(plan: Plan, host: Host) -> Iterator[dict[str, Any]]:
@@ -165,10 +188,26 @@ def launching(
             if line.process is not None:
                 drop.started(line.process)
         fleet.require(plan, list(lines.values()), say)
+        ssh.everywhere(list(lines.values()), lambda line: _keep(plan, line))
         yield ComposeLauncher(plan, lines, env, drop)
     finally:
         for line in lines.values():
             line.close()
+
+
+def _keep(plan: Plan, line: ssh.Line) -> None:
+    """Make the volume that a host keeps, where it is not there yet."""
+    from python_on_whales import DockerException  # noqa: PLC0415
+
+    try:
+        if not line.host.cache:
+            line.docker.volume.create(_held(plan).kept)
+    except DockerException as error:
+        line.require()
+        raise HostLost(
+            f"host {line.host.name}: {images.last_words(error)}",
+            remedy="Look at the Docker engine there.",
+        ) from error
 
 
 def _port(plan: Plan, host: Host) -> int:
@@ -210,7 +249,7 @@ class ComposeLauncher:
         """Start the containers of a cell, the leader's last."""
         self._own(cell)
         where = [self._plan.hosts[0].name, *(worker.host for worker in cell.workers)]
-        service, started = f"{self._plan.driver}-{name}", list[ContainerTask]()
+        service, started = _called(self._plan, name), list[ContainerTask]()
         try:
             for host, log in reversed(list(zip(where, logs, strict=True))):
                 started.insert(0, self._up(host, service, env, log, cell))
@@ -249,7 +288,7 @@ class ComposeLauncher:
 
     def _own(self, cell: CellPlan) -> None:
         """Containers that run as somebody else must be able to write a cell's folder."""
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and cell.artifacts:
             user, _, group = _held(self._plan).user.partition(":")
             os.chown(Path(self._plan.drop) / cell.artifacts, int(user), int(group))
 
@@ -286,13 +325,15 @@ class ComposeLauncher:
     def _fill(self, line: ssh.Line, container: "Container", cell: CellPlan | None) -> Path | None:
         """Give a container that cannot see this machine what it reads, and a folder to write to;
         returns the folder, where this machine wants its contents back."""
-        host, docker = line.host, line.docker
+        host, docker, held = line.host, line.docker, _held(self._plan)
         for path in _copied(self._plan) if host.ssh else ():
             docker.copy(f"{path}/.", (container, path))
-        if cell is None or not (host.ssh or host.node_rank):
+        if any(each.destination == KEPT for each in container.mounts):
+            _hand_over(docker, Path(held.home), container, held.user)
+        if cell is None or not cell.artifacts or not (host.ssh or host.node_rank):
             return None
         folder = Path(self._plan.drop) / cell.artifacts
-        _hand_over(docker, folder, container, _held(self._plan).user)
+        _hand_over(docker, folder, container, held.user)
         return None if host.node_rank else folder
 
 
@@ -461,6 +502,10 @@ class Gang:
         if len(self._tasks) == 1 or not failed:
             return self._tasks[0].outcome(code)
         return f"a failure, first on {failed[0].host}: " + "; ".join(t.said() for t in failed)
+
+    def late(self) -> list[str]:
+        """The hosts whose container still runs."""
+        return [task.host for task in self._tasks if task.poll() is None]
 
     def end(self, grace_s: float) -> None:
         """Stop all of them at once and take what they left; a lost host keeps its own."""

@@ -14,6 +14,7 @@ from lanekit.errors import Unreadable
 
 POLL_S: Final = 0.2
 BLOCK: Final = 1 << 20
+SHOWN: Final = ("warm", "logs")
 
 
 def stream(root: Path, *, follow: bool) -> Iterator[str]:
@@ -31,7 +32,7 @@ def stream(root: Path, *, follow: bool) -> Iterator[str]:
     while True:
         # Asked first: what was written before the end was recorded is still read below.
         ended = not follow or drops.read(root).state in drops.ENDS
-        for path in sorted((root / "logs").glob("*.log")):
+        for path in sorted(p for where in SHOWN for p in (root / where).glob("*.log")):
             host, _, role = path.stem.rpartition("-")
             for line in _new(path, at, rest, ended=ended):
                 yield f"{ranks.get(host, host)} {role} | {line}"

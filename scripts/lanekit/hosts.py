@@ -10,6 +10,7 @@
     interface = "eth0"       # what NCCL and gloo talk over; they choose when not given
     role = "leader"          # the first host leads when no one is named
     models = "/models"       # a folder of the host, mounted read-only into every container
+    cache = "/var/lanes"     # a folder of the host that keeps what engines compile
 
 The first rank is on the leader, which serves and is swept; workers lend their ranks.
 """
@@ -47,6 +48,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interface: str = ""
     role: Literal["", "leader", "worker"] = ""
     models: str = ""
+    cache: str = ""
 
 
 class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,11 +100,12 @@ def _named(entry: Entry) -> Entry:
             raise ConfigError(f"HOSTS: '{value}' cannot be a {what}", remedy="Check the spelling.")
     if not 0 <= entry.port <= 65535:
         raise ConfigError(f"HOSTS: {name}: {entry.port} is no port", remedy="Give 1 to 65535.")
-    if entry.models and not Path(entry.models).is_absolute():
-        raise ConfigError(
-            f"HOSTS: {name}: models = '{entry.models}' is no absolute path",
-            remedy="Name the folder as the host has it, from the root.",
-        )
+    for what, folder in (("models", entry.models), ("cache", entry.cache)):
+        if folder and not Path(folder).is_absolute():
+            raise ConfigError(
+                f"HOSTS: {name}: {what} = '{folder}' is no absolute path",
+                remedy="Name the folder as the host has it, from the root.",
+            )
     return msgspec.structs.replace(entry, name=name)
 
 
@@ -172,6 +175,7 @@ def _host(entry: Entry, index: int, ranks: int, mine: frozenset[str]) -> Host:
         ssh="" if local else f"{user}{entry.address}{port}",
         interface=entry.interface,
         models=entry.models,
+        cache=entry.cache,
     )
 
 

@@ -21,22 +21,26 @@ from lanekit import drop as drops
 from lanekit import manifests, process
 from lanekit.errors import ConfigError, HostLost, LaneError, ServerDied
 from lanekit.manifest import Process
-from lanekit.plan import CellPlan, Host, Plan, Service
+from lanekit.plan import CellPlan, Plan, Service
 from lanekit.progress import Say
+from lanekit.spec import WARM
 
 FOLDER: Final = "kubernetes"
 POLL_S: Final = 2.0
+LAST_S: Final = 2.0  # for the last words of logs that are still on their way
 DEAF_S: Final = 60.0  # the API may restart; longer and nobody knows what the ranks do
 API_S: Final = 20
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """What of a pod's state matters. number: of its host. trouble: why it cannot go on."""
+    """What of a pod's state matters. number: of its host. trouble: why it cannot go on. begun:
+    containers that have a log: kubectl follows no other, and forwards no port before."""
 
     name: str
     number: int
     phase: str
     trouble: str = ""
+    begun: frozenset[str] = frozenset()
 
 
 def pods(listed: Mapping[str, Any]) -> list[Pod]:
@@ -56,12 +60,18 @@ def _read(item: Mapping[str, Any]) -> Pod:
     known = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
     number = next((int(known[key]) for key in _NUMBERS if known.get(key, "").isdigit()), 0)
     named, phase = metadata.get("name", "?"), status.get("phase", "?")
-    return Pod(named, number, phase, _trouble(status))
+    begun = {each["name"] for each in _containers(status)
+             if {"running", "terminated"} & each.get("state", {}).keys()}  # fmt: skip
+    return Pod(named, number, phase, _trouble(status), frozenset(begun))
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
 
 
 def _trouble(status: Mapping[str, Any]) -> str:
     """Why a pod cannot go on: an image that cannot be had, a container that ended, a lost node."""
-    for each in status.get("containerStatuses", ()):
+    for each in _containers(status):
         waiting = each.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
         if re.search(r"Image|Config|CreateContainer|RunContainer", reason):
@@ -149,6 +159,8 @@ class KubernetesLauncher:
         self._plan, self._drop, self.kubectl = plan, drop, kubectl
         self._logs: list[Path] = []
         self._children: list[tuple[subprocess.Popen[bytes], Process]] = []
+        self._wanted: list[tuple[int, str, Path]] = []  # logs nobody follows yet: host, container
+        self._forward: subprocess.Popen[bytes] | None = None
         self._heard = self._asked = time.monotonic()
 
     def apply(self, what: str, objects: Sequence[manifests.Object]) -> None:
@@ -160,15 +172,13 @@ class KubernetesLauncher:
     def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
         """Follow a service that the applied objects start; its output goes to `log`."""
         host = next(h for h in self._plan.hosts if h.name == service.host)
-        if not self._logs:
-            ports = f"{self._plan.port}:{self._plan.port}"
-            place = self._drop.path / FOLDER / "port-forward.txt"
-            words = ["port-forward", _pod_name(host), ports, self._patience]
-            self._drop.started(self._spawn("kubectl port-forward", words, place))
+        warm = self._drop.path / WARM / f"{host.name}-{WARM}.log"
+        if self._plan.warm and (host.node_rank, WARM, warm) not in self._wanted:
+            warm.parent.mkdir(exist_ok=True)
+            self._wanted.append((host.node_rank, WARM, warm))
         self._logs.append(log)
-        words = ["logs", "--follow", _pod_name(host), "-c", service.name, self._patience]
-        started = self._spawn(f"logs of {service.name}", words, log)
-        return msgspec.structs.replace(started, host=host.name)
+        self._wanted.append((host.node_rank, service.name, log))
+        return Process(0, time.time(), f"pod's {service.name}", host=host.name)
 
     def task(
         self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
@@ -176,22 +186,20 @@ class KubernetesLauncher:
         """Start AIPerf beside the server, or a batch cell as a Job with a pod on every host."""
         if self._plan.driver == "batch":
             self.apply(f"cell-{name}", [manifests.job(self._plan, name)])
-            each = [f"{self._ours},{manifests.INDEX}={n}" for n in range(len(logs))]
-            words = [["logs", "--follow", select, self._patience] for select in each]
-        else:
-            leader = _pod_name(self._plan.hosts[0])
-            words = [["exec", leader, "-c", "aiperf", "--", *cell.command]]
-        before = len(self._children)
-        for n, (each, log) in enumerate(zip(words, logs, strict=True)):
-            self._spawn(f"{name} on {self._plan.hosts[n].name}", each, log)
-        children = self._children[before:]
-        return PodTask(self, self._plan, name, children=children, log=logs[0])
+            self._wanted += [(number, name, log) for number, log in enumerate(logs)]
+            return PodTask(self, self._plan, name, child=None, log=logs[0])
+        leader = next((pod.name for pod in self.pods() if pod.number == 0), "?")
+        words = ["exec", leader, "-c", "aiperf", "--", *cell.command]
+        return PodTask(self, self._plan, name, child=self._spawn(f"{name} in {leader}", words,
+                                                                 logs[0]), log=logs[0])  # fmt: skip
 
     def check(self) -> None:
         """Raise ServerDied when a pod cannot go on, HostLost when nobody can say for a minute."""
         if time.monotonic() - self._asked < POLL_S:
             return
-        bad = [pod for pod in self.pods() if pod.trouble]
+        there = self.pods()
+        self._follow(there)
+        bad = [pod for pod in there if pod.trouble]
         if bad:
             hosts = {h.node_rank: h.name for h in self._plan.hosts}
             said = [f"{hosts.get(p.number, '?')} (pod {p.name}): {p.trouble}" for p in bad]
@@ -204,8 +212,39 @@ class KubernetesLauncher:
         """The log of every service, the leader's first."""
         return self._logs
 
+    def _follow(self, there: Sequence[Pod]) -> None:
+        """Follow every log that has begun, and forward the server's port: again where the first
+        question, which came before the server listened, ended it (kubectl 1.25 and later)."""
+        named = {pod.number: pod for pod in there}
+        for wanted in list(self._wanted):
+            number, container, log = wanted
+            pod = named.get(number)
+            if pod and container in pod.begun:
+                self._wanted.remove(wanted)
+                words = ["logs", "--follow", pod.name, "-c", container]
+                self._drop.started(self._spawn(f"logs of {pod.name}", words, log)[1])
+        leader = named.get(0)
+        serves = {service.name for service in self._plan.services}
+        if (
+            leader
+            and serves & leader.begun
+            and (self._forward is None or self._forward.poll() is not None)
+        ):
+            ports = f"{self._plan.port}:{self._plan.port}"
+            place = self._drop.path / FOLDER / "port-forward.txt"
+            words = ["port-forward", leader.name, ports]
+            self._forward, started = self._spawn("kubectl port-forward", words, place)
+            self._drop.started(started)
+
     def stop(self) -> None:
-        """Stop following; the objects are removed when the launcher is left."""
+        """Take the logs' last words, then stop following; the objects are removed when the launcher
+        is left."""
+        if self._wanted or self._children:
+            with contextlib.suppress(LaneError):
+                self._follow(self.pods())
+            time.sleep(LAST_S)
+        self._wanted.clear()
+        self._forward = None
         process.end([started for _, started in self._children], 2)
         for child, _ in self._children:
             child.wait()
@@ -235,20 +274,13 @@ class KubernetesLauncher:
     def _ours(self) -> str:
         return f"-l{manifests.LABEL}={manifests.of(self._plan)}"
 
-    @property
-    def _patience(self) -> str:
-        return f"--pod-running-timeout={self._plan.ready_s:.0f}s"
-
-    def _spawn(self, what: str, words: Sequence[str], log: Path) -> Process:
+    def _spawn(
+        self, what: str, words: Sequence[str], log: Path
+    ) -> tuple[subprocess.Popen[bytes], Process]:
         with log.open("ab") as stream:
             pair = process.spawn(what, ["kubectl", *words], self.kubectl.env, stream)
         self._children.append(pair)
-        return pair[1]
-
-
-def _pod_name(host: Host) -> str:
-    """What kubectl calls a host's pod; an MPIJob's launcher is of a Job, which adds to its name."""
-    return f"job/{host.name}" if host.name.endswith("-launcher") else host.name
+        return pair
 
 
 class PodTask:
@@ -260,12 +292,13 @@ class PodTask:
         plan: Plan,
         name: str,
         *,
-        children: Sequence[tuple[subprocess.Popen[bytes], Process]],
+        child: tuple[subprocess.Popen[bytes], Process] | None,
         log: Path,
     ) -> None:
+        """child: of AIPerf alone; the logs of a Job are followed by the launcher."""
         self._launcher, self._plan, self._name = launcher, plan, name
-        self._child = children[0][0]
-        self.processes, self.log = [started for _, started in children], log
+        self._child = child[0] if child else None
+        self.processes, self.log = [child[1]] if child else [], log
 
     @property
     def _cell(self) -> CellPlan:
@@ -273,7 +306,7 @@ class PodTask:
 
     def poll(self) -> int | None:
         """The exit status: AIPerf's, or what a batch program wrote down; None while it runs."""
-        if self._plan.driver != "batch":
+        if self._child:
             code = self._child.poll()
             if code is not None:
                 pods = self._launcher.pods()
@@ -303,6 +336,10 @@ class PodTask:
     def outcome(self, code: int) -> str:
         """An exit status in words."""
         return process.outcome(code if code < 128 else 128 - code)
+
+    def late(self) -> list[str]:
+        """None by name: the cluster's own tools know its pods."""
+        return []
 
     def end(self, grace_s: float) -> None:
         """End what follows it here, and its Job."""

@@ -7,8 +7,8 @@ import msgspec
 SCHEMA = 1
 
 State = Literal[
-    "planned", "installing", "starting", "ready", "asking", "sweeping", "collecting", "complete",
-    "failed", "interrupted",
+    "planned", "installing", "warming", "starting", "ready", "asking", "sweeping", "collecting",
+    "complete", "failed", "interrupted",
 ]  # fmt: skip
 
 

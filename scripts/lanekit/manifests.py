@@ -16,7 +16,8 @@ from typing import Any, Final
 import msgspec
 
 from lanekit import paths, process, spec
-from lanekit.plan import CellPlan, Host, Plan, Service, is_secret
+from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, is_secret
+from lanekit.spec import WARM
 
 LABEL: Final = "lanes.run"
 INDEX: Final = "batch.kubernetes.io/job-completion-index"
@@ -95,10 +96,15 @@ def _metadata(plan: Plan, suffix: str = "") -> Object:
 def _scripts(plan: Plan) -> Object:
     """SERVICE-N.sh: the command of a service, or of a cell, on host N, with its variables."""
     number = {host.name: host.node_rank for host in plan.hosts}
-    data = {f"{s.name}-{number[s.host]}.sh": script(s.command, s.env) for s in plan.services}
-    for cell, held in plan.cells.items() if plan.driver == "batch" else ():
-        data[f"{cell}-0.sh"] = script(held.command, held.env, mark(plan, held))
-        data |= {f"{cell}-{number[w.host]}.sh": script(w.command, w.env) for w in held.workers}
+    keeps = plan.containers.keeps if plan.containers else {}
+    cells = plan.cells if plan.driver == "batch" else {}
+    data = {f"{s.name}-{number[s.host]}.sh": script(s.command, keeps | s.env)
+            for s in plan.services}  # fmt: skip
+    for name, held in {**cells, **({WARM: plan.warm} if plan.warm else {})}.items():
+        wait = mark(plan, held) if name in cells else ""
+        data[f"{name}-0.sh"] = script(held.command, keeps | held.env, wait)
+        data |= {f"{name}-{number[w.host]}.sh": script(w.command, keeps | w.env)
+                 for w in held.workers}  # fmt: skip
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(plan), "data": data}
 
 
@@ -108,8 +114,8 @@ def script(command: Sequence[str], env: Mapping[str, str], wait: str = "") -> st
     wait: a file that says how it ended, and that it waits until somebody took what it left: a pod
     that has ended gives nothing out.
     """
-    held = {"HOME": "/tmp", **env}
-    lines = [f"export {k}={shlex.quote(v)}" for k, v in held.items() if not is_secret(k)]
+    lines = [f"export {k}={shlex.quote(v)}" for k, v in env.items() if not is_secret(k)]
+    lines += [f"mkdir -p {shlex.quote(env['HOME'])}"] if "HOME" in env else []
     run, at = shlex.join(command), shlex.quote(wait)
     if not wait:
         return "\n".join(["#!/bin/sh", *lines, f"exec {run}", ""])
@@ -169,7 +175,7 @@ def _lws(plan: Plan) -> Object:
 def _mpi(plan: Plan) -> Object:
     """The operator makes the keys and lets mpirun's ranks in: a worker runs what it says."""
     leader = [s for s in plan.services if s.host == plan.hosts[0].name]
-    workers = _pod(plan, [Service("worker", "", (), {})], index="")
+    workers = _pod(plan, [s for s in plan.services if s.host == plan.hosts[-1].name], index="")
     for container in workers["spec"]["containers"]:
         container["command"] = ["/usr/sbin/sshd", "-De"]
         # sshd must become the user it lets in; the operator's keys belong to root.
@@ -209,6 +215,11 @@ def _pod(plan: Plan, services: Sequence[Service], *, index: str, load: bool = Fa
         "terminationGracePeriodSeconds": int(process.GRACE_S),
         "affinity": _affinity(plan),
     }  # fmt: skip
+    if plan.warm:
+        # Ranks wait for each other when they meet, and no rank starts before its host is warm.
+        warm = _container(plan, profile, Service(WARM, "", (), {}), images["server"], index)
+        limit = f"{plan.warm.deadline_s:.0f}"
+        body["initContainers"] = [{**warm, "command": ["timeout", limit, *warm["command"]]}]
     if profile.instance:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": profile.instance}
     if profile.gpus:
@@ -238,6 +249,7 @@ def _container(
             {"name": "files", "mountPath": str(paths.LANES / plan.lane), "readOnly": True},
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "kept", "mountPath": KEPT},
             {"name": "drop", "mountPath": plan.drop},
             *({"name": f"models{n}", "mountPath": path, "readOnly": True}
               for n, path in enumerate(_models(plan))),
@@ -276,11 +288,14 @@ def _secret(key: str) -> Object:
 def _volumes(plan: Plan) -> list[Object]:
     items = [{"key": key, "path": key.replace("..", "/")} for key in _lane_files(plan)]
     memory: Object = {"emptyDir": {"medium": "Memory"}}
+    cache = plan.hosts[0].cache
     return [
         {"name": "run", "configMap": {"name": of(plan)}},
         {"name": "files", "configMap": {"name": f"{of(plan)}-files", "items": items}},
         {"name": "shm", **memory},
         {"name": "tmp", "emptyDir": {}},
+        {"name": "kept", **({"hostPath": {"path": cache, "type": "Directory"}} if cache
+                            else {"emptyDir": {}})},
         {"name": "drop", "emptyDir": {}},
         *({"name": f"models{n}", "hostPath": {"path": path, "type": "Directory"}}
           for n, path in enumerate(_models(plan))),

@@ -12,6 +12,7 @@ import msgspec
 
 SCHEMA: Final = 1
 FILES: Final = "files"  # of a drop: what the plan lays out for its programs
+KEPT: Final = "/kept"  # in a container: what its host keeps
 # A token is secret; a number of TOKENS, as in every cap of DeepEP V2, is a measure.
 SECRET: Final = re.compile(r"TOKEN(?!S)|SECRET|PASSWORD|CREDENTIAL|KEY")
 HIDDEN: Final = "(hidden)"
@@ -42,7 +43,8 @@ class Host(msgspec.Struct, frozen=True):
     name: in logs, ranks and containers. address: what the other hosts reach it by. node_rank: its
     number; start_rank, ranks: its first global rank and how many it has. ssh: [user@]address[:port]
     of its SSH daemon, empty for this machine. interface: of the ranks' sockets, empty where they
-    choose. models: a folder of the host that containers may read.
+    choose. models: a folder of the host that containers may read. cache: one that keeps what
+    engines compile; empty where the launcher chooses.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Host(msgspec.Struct, frozen=True):
     ssh: str = ""
     interface: str = ""
     models: str = ""
+    cache: str = ""
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -111,6 +114,25 @@ class Containers(msgspec.Struct, frozen=True):
     gpus: int
     nics: int
 
+    @property
+    def home(self) -> str:
+        """HOME of the engine's containers: a folder that its host keeps from run to run. DeepEP,
+        DeepGEMM, Triton, FlashInfer and the CUDA driver keep there what they compile, by the hash
+        of source and compiler, and so does the hub's client with models."""
+        return f"{KEPT}/{self.user.partition(':')[0]}"
+
+    @property
+    def keeps(self) -> dict[str, str]:
+        """Variables of the engine's containers; Inductor alone asks for its own folder, and dies
+        where the image has no name for the user (torch 2.11.0)."""
+        return {"HOME": self.home, "TORCHINDUCTOR_CACHE_DIR": f"{self.home}/inductor"}
+
+    @property
+    def kept(self) -> str:
+        """The name of that folder on a host: one for each engine image."""
+        digest = self.images["server"].rpartition("sha256:")[2]
+        return f"lanes-kept-{re.sub(r'[^a-z0-9]', '-', digest.lower())[:12]}"
+
 
 class GatePlan(msgspec.Struct, frozen=True):
     """The coherence gate. questions: digest of what is asked. reference: the arm whose answers
@@ -130,7 +152,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: in the order of their ranks, the leader first. ports: of the leader, by name; `port` is
     the server's. extra_env: given by ENV=. lane_sha256: of all files that it follows from. files:
     name -> text, laid into the drop's `files/`. backends: addresses of the engines behind what
-    AIPerf asks; empty where it asks the engine itself.
+    AIPerf asks; empty where it asks the engine itself. warm: what every host runs before any rank
+    starts.
     """
 
     schema: int = SCHEMA
@@ -168,6 +191,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gate: GatePlan | None = None
     extra_env: dict[str, str] = {}
     lane_sha256: str = ""
+    warm: CellPlan | None = None
 
 
 def public(value: Any) -> Any:

@@ -33,11 +33,9 @@ from lanekit import (
     variables,
 )
 from lanekit.errors import ConfigError
-from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
     INHERITED,
-    SCHEMA,
     CellPlan,
     Containers,
     Environment,
@@ -143,11 +141,6 @@ class Choice(msgspec.Struct, frozen=True):
         )
 
     @property
-    def urls(self) -> tuple[str, ...]:
-        """Their addresses."""
-        return tuple(f"http://{address}:{port}" for _, address, port in self.backends)
-
-    @property
     def files(self) -> dict[str, str]:
         """The lane's files, filled in as the leader sees them."""
         folder, values = paths.LANES / self.lane.name, self.values(self.hosts[0])
@@ -191,7 +184,7 @@ class Choice(msgspec.Struct, frozen=True):
             ),
             "LANE_FILES": str(self.drop / FILES),
             "LANE_HOME": str(paths.LANES / self.lane.name),
-            "LANE_CACHE": "/tmp" if self.containers else str(paths.CACHE),
+            "LANE_CACHE": self.containers.home if self.containers else str(paths.CACHE),
             "LANE_IMAGE": self.containers.images[SERVER] if self.containers else "",
             "LANE_PYTHON": self.environments[SERVER].python,
             "LANE_PORT": str(self.ports[SERVER]),
@@ -217,8 +210,14 @@ class Choice(msgspec.Struct, frozen=True):
         found = services(self.serve, values, self.env(host), host.name, self.role(host))
         # An engine that listens on a backend of another profile has no place on this one.
         engines = {name for each in self.lane.profiles.values() for name in each.backends}
-        absent = engines - {*self.setting.backends}
+        absent = (engines | {spec.WARM}) - {*self.setting.backends}
         return tuple(s for s in found if s.name not in absent and (not wanted or s.name in wanted))
+
+    def warming(self, host: Host) -> Service:
+        """What a host runs before its ranks start."""
+        role = msgspec.structs.replace(self.role(host), services=(spec.WARM,), command=())
+        (found,) = services(self.serve, self.values(host), self.env(host), host.name, role)
+        return found
 
 
 def make(options: Options, here: machine.Machine) -> Plan:
@@ -265,7 +264,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
         extra_env=chosen.extra_env,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
         files=chosen.files,
-        backends=chosen.urls,
+        backends=tuple(f"http://{address}:{port}" for _, address, port in chosen.backends),
+        warm=_warm(chosen),
     )
 
 
@@ -276,6 +276,7 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
     Raises:
         ConfigError: the lane here has not its arm, profile or cells.
     """
+    cell = next(iter(plan.cells.values()), CellPlan((), {}, "", "", 0))
     chosen = Choice(
         lane=lane,
         profile=spec.profile(plan.profile),
@@ -288,14 +289,14 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         hosts=plan.hosts,
         hosts_why=plan.hosts_why,
         drop=Path(plan.drop),
-        extra_env=plan.extra_env,
+        # Plans of before 2026-12 do not say it, but AIPerf is given nothing else.
+        extra_env=plan.extra_env or (plan.driver == "aiperf" and cell.env) or {},
         transport=variables.of(lane.arms[plan.arm].contracts[plan.profile], plan.profile),
         addresses=",".join(host.address for host in plan.hosts),
         containers=plan.containers,
     )
     return msgspec.structs.replace(
         plan,
-        schema=SCHEMA,
         stack=chosen.stack,
         comparable=chosen.profile.comparable,
         model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
@@ -307,8 +308,7 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         patches=_series(lane.arms[plan.arm]),
         prefill=lane.arms[plan.arm].prefill,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
-        files=chosen.files,
-        backends=chosen.urls,
+        warm=_warm(chosen),
     )
 
 
@@ -323,8 +323,8 @@ def digest(lane: spec.Lane, arm: str, profile: str) -> str:
     of transports, the arm's patch series."""
     folder = paths.LANES / lane.name
     found = repr(sorted(_series(lane.arms[arm]).items()))
-    own = [folder / name for name in ("lane.toml", "serve.yaml", *lane.files)]
-    for path in (*own, paths.PROFILES / f"{profile}.toml", paths.VARIABLES):
+    for path in (folder / "lane.toml", folder / "serve.yaml", paths.PROFILES / f"{profile}.toml",
+                 paths.VARIABLES):  # fmt: skip
         found += f" {sha256(path)}"
     return hashlib.sha256(found.encode()).hexdigest()
 
@@ -480,13 +480,12 @@ def _upper(name: str) -> str:
 
 
 def _image_pins(chosen: Choice) -> dict[str, str]:
-    """What the images really hold of PINNED; what they are built with where nobody was asked."""
+    """What the images really hold of PINNED."""
     held: dict[str, str] = {}
     for image in chosen.containers.images.values() if chosen.containers else ():
         if image.startswith(f"{images.LOCAL}/"):
-            name, _, stack = image.removeprefix(f"{images.LOCAL}/").partition(":")
-            held |= images.pinned(name, stack)
-        elif chosen.launcher == "compose":
+            continue  # a tag: nobody was asked
+        if chosen.launcher == "compose":
             held |= images.contents(image, chosen.hosts[0].ssh).packages
         else:  # nobody here may hold it; its bill of materials was made when it was pushed
             held |= registry.packages(image)
@@ -699,6 +698,22 @@ def _batch_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
     )
 
 
+def _warm(chosen: Choice) -> CellPlan | None:
+    """What fills every host's caches. Its log is no evidence of what the ranks do afterwards, so it
+    has a folder of its own."""
+    if not chosen.setting.warm_s:
+        return None
+    program, *workers = (chosen.warming(host) for host in chosen.hosts)
+    return CellPlan(
+        command=program.command,
+        env=program.env,
+        artifacts="",
+        log=f"{spec.WARM}/{program.host}-{spec.WARM}.log",
+        deadline_s=chosen.setting.warm_s,
+        workers=tuple(workers),
+    )
+
+
 def _aiperf_cell(chosen: Choice, name: str, cell: spec.Cell) -> CellPlan:
     """AIPerf with the published campaign's flags (2026-07, AIPerf 0.10.0).
 
@@ -755,8 +770,8 @@ def _pins(environments: Mapping[str, Environment], options: Options) -> dict[str
         if not environment.locks and (options.start or Path(environment.python).exists()):
             pins |= _installed(environment.python)
         for lock in environment.locks:
-            held = packages(paths.LOCKS / lock)
-            pins |= {name: held[name] for name in PINNED if name in held}
+            found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
+            pins |= {name: version for name, version in found if name in PINNED}
     return pins
 
 

@@ -38,6 +38,7 @@ from lanekit import (
     render,
     report,
     slurm,
+    spec,
     verify,
 )
 from lanekit import drop as drops
@@ -76,7 +77,9 @@ class Run:
         for every start (2026-11-30); its path is short, since a socket's may hold 107 bytes.
         """
         found = {**inherited(self.plan), **own, process.MARK: self.plan.drop}
-        return {**found, "TMPDIR": self._scratch} if self._scratch else found
+        # Inductor alone keeps what it compiles in the scratch folder; others in the user's home.
+        kept = {"TORCHINDUCTOR_CACHE_DIR": str(paths.CACHE / "inductor"), **found}
+        return {**kept, "TMPDIR": self._scratch} if self._scratch else kept
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
@@ -106,6 +109,17 @@ class Run:
         if self.plan.launcher == "slurm":
             return slurm.launching(self.plan, self.drop, env, say)
         return compose.launching(self.plan, self.drop, Path(self._scratch), env, say)
+
+    def warm(self) -> None:
+        """Fill the caches of every host with compiled kernels, before ranks that wait for each
+        other with a time limit meet. Pods do so themselves before they start (lanekit.manifests).
+
+        Raises:
+            CellFailed: it failed on a host, or one of them was not done in time.
+        """
+        if self.plan.warm and self.plan.launcher != "kubernetes":
+            self.drop.state("warming")
+            self._take(spec.WARM, self.plan.warm)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -238,10 +252,12 @@ class Run:
                     )
 
     def _take(self, name: str, cell: CellPlan) -> None:
-        logs = [self.drop.path / cell.log, *(self.drop.log(w.host, name) for w in cell.workers)]
-        (self.drop.path / cell.artifacts).mkdir(parents=True)
+        first = self.drop.path / cell.log
+        logs = [first, *(first.with_name(f"{w.host}-{name}.log") for w in cell.workers)]
+        first.parent.mkdir(parents=True, exist_ok=True)
+        (self.drop.path / cell.artifacts).mkdir(parents=True, exist_ok=True)
         env = self.env(cell.env)
-        self.drop.manifest.stage = f"sweeping {name}"
+        self.drop.manifest.stage = f"sweeping {name}" if name != spec.WARM else "warming"
         begin = time.monotonic()
         self._before = self._served.count() if self._served else 0
         load = f"{cell.requests} requests at concurrency {cell.concurrency}"
@@ -253,7 +269,7 @@ class Run:
                 for started in task.processes:
                     self.drop.started(started)
             while (code := task.poll()) is None:
-                self._watch(name, cell, begin, task.log)
+                self._watch(name, cell, task, begin)
                 time.sleep(POLL_S)
             self._launcher.check()  # AIPerf exits 0 when its server died (0.10.0, 2026-11-30)
             outcome, log = task.outcome(code), task.log
@@ -261,34 +277,38 @@ class Run:
             if task is not None:
                 with interrupt.held():
                     task.end(grace_s=3)
-        self.drop.timing(f"cell {name}", time.monotonic() - begin)
+        self.drop.timing(f"cell {name}" if cell.artifacts else name, time.monotonic() - begin)
         if code != 0:
             raise CellFailed(
-                f"{name}: {_WHO[self.plan.driver]} ended with {outcome}; it said last:\n"
+                f"{name}: {self._who(name)} ended with {outcome}; it said last:\n"
                 + "\n".join(f"    {line}" for line in process.tail(log, 8)),
                 remedy=f"Read {log} and what is in {self.drop.path / cell.artifacts}.",
             )
 
-    def _watch(self, name: str, cell: CellPlan, begin: float, log: Path) -> None:
+    def _who(self, name: str) -> str:
+        return "the warm-up" if name == spec.WARM else _WHO[self.plan.driver]
+
+    def _watch(self, name: str, cell: CellPlan, task: process.Task, begin: float) -> None:
         self._launcher.check()
         self.drop.require_room()
         spent = time.monotonic() - begin
         if spent > cell.deadline_s:
+            where = "".join(f", still running on host {host}" for host in task.late())
             raise CellFailed(
-                f"{name}: {_WHO[self.plan.driver]} was not done within its {cell.deadline_s:.0f} s",
-                remedy="Read the server's log; raise deadline_s of the cell if it is only slow.",
+                f"{name}: {self._who(name)} was not done within its {cell.deadline_s:.0f} s{where}",
+                remedy="Read its log; raise deadline_s of the cell, or warm_s, if it is only slow.",
             )
         served = self._served.count() - self._before if self._served else 0
-        of = f", {served} of {cell.requests} requests" if cell.requests else f": {_last([log])}"
+        of = f", {served} of {cell.requests} requests" if cell.requests else ""
         self.progress.now(f"{name}: {spent:.0f} s{of}")
 
 
 def _last(logs: Sequence[Path]) -> str:
-    """What each program said last, one beside the other; of several with the host in front."""
-    hosts = [f"{log.stem.rpartition('-')[0]} " if len(logs) > 1 else "" for log in logs]
+    """What each log said last, one beside the other; on several hosts with the host in front."""
+    said = [(log.stem.rpartition("-")[0], *process.tail(log, 1)) for log in logs]
+    several = len(logs) > 1
     width = 110 // max(1, len(logs))
-    found = zip(hosts, map(process.said, logs), strict=True)
-    return " | ".join(f"{host}{words}"[:width] for host, words in found)
+    return " | ".join(" ".join(words if several else words[1:])[:width] for words in said)
 
 
 def _what(started: Process) -> str:
@@ -337,6 +357,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
                 drop.write(f"host/{name}.json", msgspec.json.format(msgspec.json.encode(found)))
             _prepare(run)
             with run.scratch(), run.launching():
+                run.warm()
                 _script(plan.lane).measure(run)
             drop.state("collecting")
             drop.manifest.timings["wall"] = round(time.monotonic() - wall, 3)

@@ -22,7 +22,7 @@ from lanekit import drop as drops
 from lanekit import paths, process, spec
 from lanekit.errors import ConfigError, HostLost, LaneError
 from lanekit.manifest import Process
-from lanekit.plan import CellPlan, Host, Plan, Service, is_secret
+from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, is_secret
 from lanekit.progress import Say
 
 FOLDER: Final = "slurm"
@@ -118,9 +118,18 @@ def _container(plan: Plan) -> list[str]:
     registry, _, image = plan.containers.images["server"].partition("/")
     read = [str(paths.LANES / plan.lane), plan.hosts[0].models,
             plan.model.path if Path(plan.model.path).is_absolute() else ""]  # fmt: skip
-    mounts = [f"{plan.drop}:{plan.drop}", *(f"{path}:{path}:ro" for path in read if path)]
+    mounts = [f"{plan.drop}:{plan.drop}", *(f"{path}:{path}:ro" for path in read if path),
+              f"{_kept(plan)}:{KEPT}"]  # fmt: skip
     return [f"--container-image={registry}#{image}", f"--container-mounts={','.join(mounts)}",
             "--no-container-mount-home", "--no-container-remap-root"]  # fmt: skip
+
+
+def _kept(plan: Plan) -> Path:
+    """What the engine compiles is kept in the checkout, which all nodes share as they do the drop;
+    or in the folder that the inventory names."""
+    if plan.containers is None:
+        raise AssertionError("only containers need a folder: programs in place have their own")
+    return Path(plan.hosts[0].cache or paths.CACHE / plan.containers.kept)
 
 
 class State(msgspec.Struct, frozen=True):
@@ -195,6 +204,8 @@ def launching(
         )
     (drop.path / FOLDER).mkdir()
     command(env, "sinfo", "--version")
+    if plan.containers and not plan.hosts[0].cache:
+        (_kept(plan) / Path(plan.containers.home).name).mkdir(parents=True, exist_ok=True)
     launcher = SlurmLauncher(plan, drop, env, say)
     try:
         yield launcher
@@ -224,7 +235,9 @@ class SlurmLauncher:
         """
         led = Service(name, self._plan.hosts[0].name, cell.command, cell.env)
         for number, (service, log) in enumerate(zip((led, *cell.workers), logs, strict=True)):
-            text = script(service, log, self._plan.drop)
+            keeps = self._plan.containers.keeps if self._plan.containers else {}
+            named = msgspec.structs.replace(service, env=keeps | service.env)
+            text = script(named, log, self._plan.drop)
             (self._folder / f"{name}-{number}.sh").write_text(text)
         path = self._folder / f"{name}.sbatch"
         path.write_text(batch(self._plan, name, [name], int(cell.deadline_s // 60) + 5))
@@ -302,6 +315,10 @@ class JobTask:
             line for log in self._told() for line in process.tail(log, 200) if "error: " in line
         ]
         return f"job {self._job}: {said}" + "".join(f"\n    {line}" for line in words[:3])
+
+    def late(self) -> list[str]:
+        """The nodes that the job holds."""
+        return [self._state.nodes] if self._state.alive and self._state.nodes else []
 
     def _told(self) -> list[Path]:
         """What srun itself said: it names the task and node that failed first."""

@@ -3,7 +3,7 @@
 import datetime
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, Literal
 
@@ -134,7 +134,9 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     empty where an image holds it. image: the image of the graph that holds the engine; the lane's
     when empty. tools: programs beside the engine, name -> lock and image of that name; `router` is
     `${LANE_BIN_ROUTER}` and `${LANE_IMAGE_ROUTER}` in serve.yaml. backends: names of ports that
-    engines listen on, on every host, where something stands between them and AIPerf.
+    engines listen on, on every host, where something stands between them and AIPerf. warm_s:
+    seconds that the service `warm` of serve.yaml may take; 0 where nothing is warmed. It runs to
+    its end on every host at once, before any rank starts, and fills caches of compiled kernels.
     """
 
     arm: str = ""
@@ -146,6 +148,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
+    warm_s: float = 0.0
 
 
 class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,10 +256,12 @@ def _over(base: Setting | None, own: Setting) -> Setting:
         env={**base.env, **own.env},
         tools={**base.tools, **own.tools},
         backends=own.backends or base.backends,
+        warm_s=own.warm_s or base.warm_s,
     )
 
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]*")
+WARM: Final = "warm"  # of serve.yaml: what fills a host's caches before its ranks start
 
 
 def checked(found: Lane) -> Lane:
@@ -264,16 +269,16 @@ def checked(found: Lane) -> Lane:
     a drop."""
     found = settled(found)
     for name in (found.name, *found.arms, *found.workload.cells, *found.ports):
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or name == WARM:
             raise ConfigError(
                 f"lane {found.name}: '{name}' cannot be a name",
-                remedy="Use lower-case letters, digits, dots and dashes.",
+                remedy=f"Use lower-case letters, digits, dots and dashes, and not '{WARM}'.",
             )
-    for name, cell in found.workload.cells.items():
-        if not 0 < cell.deadline_s < math.inf:
+    for name, deadline in _deadlines(found):
+        if not 0 < deadline < math.inf:
             raise ConfigError(
-                f"lane {found.name}: cell {name} has no deadline: {cell.deadline_s}",
-                remedy="Give deadline_s in seconds, above 0.",
+                f"lane {found.name}: {name} has no deadline: {deadline}",
+                remedy="Give deadline_s or warm_s in seconds, above 0.",
             )
     for where, setting in found.profiles.items():
         _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
@@ -283,6 +288,15 @@ def checked(found: Lane) -> Lane:
     for arm in found.arms.values():
         _check_arm(found, arm)
     return found
+
+
+def _deadlines(found: Lane) -> Iterator[tuple[str, float]]:
+    """What is waited for, and how long."""
+    for name, cell in found.workload.cells.items():
+        yield f"cell {name}", cell.deadline_s
+    for where, setting in found.profiles.items():
+        if setting.warm_s:
+            yield f"the warm-up on {where}", setting.warm_s
 
 
 def _check_arm(found: Lane, arm: Arm) -> None:

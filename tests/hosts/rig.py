@@ -32,9 +32,11 @@ DATABASES: Final = (
     "io.containerd.metadata.v1.bolt/meta.db",
     "io.containerd.snapshotter.v1.overlayfs/metadata.db",
 )
-NET: Final = "10.231.77"  # a /24 of its own; this machine is .254
-SWITCH: Final = "lanes-switch"
-HERE: Final = "lanes-here"  # this machine's end of its cable
+# Two rigs at once must not end each other: what the kernel knows by name has this process in it.
+OURS: Final = f"lanes{os.getpid()}"
+NET: Final = f"10.231.{os.getpid() % 254 + 1}"  # a /24 of its own; this machine is .254
+SWITCH: Final = f"{OURS}-s"
+HERE: Final = f"{OURS}-h"  # this machine's end of its cable
 
 
 def missing() -> str:
@@ -44,9 +46,9 @@ def missing() -> str:
     for tool in ("ip", "nsenter", "dockerd", "sshd", "ssh-keygen"):
         if shutil.which(tool) is None:
             return f"needs {tool} (Debian: iproute2, util-linux, docker.io, openssh-server)"
-    if subprocess.run(["ip", "netns", "add", "lanes-probe"], capture_output=True).returncode:  # noqa: PLW1510
+    if subprocess.run(["ip", "netns", "add", OURS], capture_output=True).returncode:  # noqa: PLW1510
         return "needs network namespaces, which this kernel or container refuses"
-    subprocess.run(["ip", "netns", "delete", "lanes-probe"], check=True)
+    subprocess.run(["ip", "netns", "delete", OURS], check=True)
     return ""
 
 
@@ -78,6 +80,11 @@ class Side:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
+    def space(self) -> str:
+        """Its network namespace."""
+        return f"{OURS}-{self.root.name}"
+
+    @property
     def socket(self) -> Path:
         """Where its engine listens, on this machine."""
         return self.root / "docker.sock"
@@ -91,7 +98,7 @@ class Side:
         log = (self.root / "dockerd.log").open("ab")
         # nsenter and not `ip netns exec`, which hides the cgroup mount (2026-11-30).
         self.children.append(subprocess.Popen(
-            ["nsenter", f"--net=/var/run/netns/{self.name}", "dockerd",
+            ["nsenter", f"--net=/var/run/netns/{self.space}", "dockerd",
              "--config-file", str(self._config()), "--data-root", str(self.root / "data"),
              "--exec-root", str(self.root / "exec"), "--pidfile", str(self.root / "pid"),
              "--host", f"unix://{self.socket}", "--iptables=false", "--bridge=none"],
@@ -119,7 +126,7 @@ class Side:
         )
         log = (self.root / "sshd.log").open("ab")
         self.children.append(subprocess.Popen(
-            ["ip", "netns", "exec", self.name, "/usr/sbin/sshd", "-D", "-e", "-f",
+            ["ip", "netns", "exec", self.space, "/usr/sbin/sshd", "-D", "-e", "-f",
              str(self.root / "sshd")],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
         ))  # fmt: skip
@@ -150,20 +157,21 @@ class Side:
 
     def pids(self) -> list[int]:
         """Every process in its network namespace."""
-        return [int(word) for word in run("ip", "netns", "pids", self.name).split()]
+        return [int(word) for word in run("ip", "netns", "pids", self.space).split()]
 
     def kill(self) -> None:
         """End the host as a power cut would: every process in it, at once."""
         for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+                _thaw(pid)
         for child in self.children:
             child.wait()
         self.children.clear()
 
     def link(self, state: str) -> None:
         """Take its cable out (`down`) or put it back (`up`)."""
-        run("ip", "-netns", SWITCH, "link", "set", f"{self.name}-br", state)
+        run("ip", "-netns", SWITCH, "link", "set", f"{self.root.name}-br", state)
 
     def end(self) -> None:
         """Stop it, gently, and everything that is left of it."""
@@ -196,11 +204,12 @@ class Rig:
         return {**os.environ, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}"}
 
     def strays(self) -> list[str]:
-        """Containers and volumes that are left on either side."""
+        """Containers and volumes that are left on either side; what a host keeps is meant to be."""
         left = []
         for side in self.sides:
             left += [f"{side.name} container {x}" for x in side.docker("ps", "-aq").split()]
-            left += [f"{side.name} volume {x}" for x in side.docker("volume", "ls", "-q").split()]
+            volumes = side.docker("volume", "ls", "-q").split()
+            left += [f"{side.name} volume {x}" for x in volumes if not x.startswith("lanes-kept-")]
         return left
 
 
@@ -218,6 +227,15 @@ def share(target: Path) -> None:
         shutil.copy2(STORE / name, daemon / name)
 
 
+def _thaw(pid: int) -> None:
+    """A process of a paused container does not even die before it goes on (cgroup v1)."""
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        if ":freezer:/docker/" in line:
+            Path(f"/sys/fs/cgroup/freezer{line.rpartition(':')[2]}/freezer.state").write_text(
+                "THAWED"
+            )
+
+
 def _mounts() -> list[str]:
     return [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
 
@@ -225,7 +243,7 @@ def _mounts() -> list[str]:
 @contextlib.contextmanager
 def up(*, links: bool = True) -> Iterator[Rig]:
     """Both hosts, running; gone afterwards, with every process, mount, link and namespace."""
-    root = Path(tempfile.mkdtemp(prefix="lanes-rig-"))
+    root = Path(tempfile.mkdtemp(prefix=f"{OURS}-"))
     sides = tuple(Side(f"lanes-{n}", f"{NET}.{i}", root / n) for i, n in ((1, "a"), (2, "b")))
     rig = Rig(root, (sides[0], sides[1]))
     try:
@@ -238,7 +256,7 @@ def up(*, links: bool = True) -> Iterator[Rig]:
     finally:
         for side in rig.sides:
             side.end()
-        for name in (SWITCH, *(side.name for side in rig.sides)):  # with all that is plugged in
+        for name in (SWITCH, *(side.space for side in rig.sides)):  # with all that is plugged in
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
         shutil.rmtree(root, ignore_errors=True)
 
@@ -255,20 +273,24 @@ def _network(sides: Sequence[Side]) -> None:
     bridge = ("ip", "-netns", SWITCH, "link")
     run(*bridge, "add", "br0", "type", "bridge")
     run(*bridge, "set", "br0", "up")
-    for name in (HERE, *(side.name for side in sides)):
-        there = [] if name == HERE else ["netns", name]
-        if there:
-            run("ip", "netns", "add", name)
-        inside = ["ip", *(["-netns", name] if there else [])]
-        end = "eth0" if there else HERE
-        run(*bridge, "add", f"{name}-br", "type", "veth", "peer", "name", end, "netns",
-            name if there else str(os.getpid()))  # fmt: skip
-        run(*bridge, "set", f"{name}-br", "master", "br0", "up")
-        address = next((side.address for side in sides if side.name == name), f"{NET}.254")
-        run(*inside, "address", "add", f"{address}/24", "dev", end)
-        run(*inside, "link", "set", end, "up")
-        if there:
-            run(*inside, "link", "set", "lo", "up")
+    run("ip", *_cable("h", HERE, str(os.getpid())))
+    run(*bridge, "set", "h-br", "master", "br0", "up")
+    run("ip", "address", "add", f"{NET}.254/24", "dev", HERE)
+    run("ip", "link", "set", HERE, "up")
+    for side in sides:
+        run("ip", "netns", "add", side.space)
+        run("ip", *_cable(side.root.name, "eth0", side.space))
+        run(*bridge, "set", f"{side.root.name}-br", "master", "br0", "up")
+        inside = ("ip", "-netns", side.space)
+        run(*inside, "address", "add", f"{side.address}/24", "dev", "eth0")
+        run(*inside, "link", "set", "eth0", "up")
+        run(*inside, "link", "set", "lo", "up")
+
+
+def _cable(name: str, end: str, where: str) -> list[str]:
+    """A cable from the switch to a namespace, which is named or that of a process."""
+    return ["-netns", SWITCH, "link", "add", f"{name}-br", "type", "veth",
+            "peer", "name", end, "netns", where]  # fmt: skip
 
 
 def _reach(rig: Rig) -> None:
@@ -294,12 +316,12 @@ def _reach(rig: Rig) -> None:
 
 def strays() -> list[str]:
     """What a rig could have left on this machine: namespaces, links, processes, mounts."""
-    left = [line for line in run("ip", "netns", "list").splitlines() if line.startswith("lanes-")]
-    left += [line for line in run("ip", "-o", "link").splitlines() if "lanes-" in line]
-    left += [mount for mount in _mounts() if "lanes-rig-" in mount]
+    left = [line for line in run("ip", "netns", "list").splitlines() if line.startswith(OURS)]
+    left += [line for line in run("ip", "-o", "link").splitlines() if OURS in line]
+    left += [mount for mount in _mounts() if f"/{OURS}-" in mount]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any("lanes-rig-" in word for word in process.cmdline()):
+            if any(f"/{OURS}-" in word for word in process.cmdline()):
                 left.append(f"{process.pid} {process.cmdline()}")
     return left
 

@@ -34,13 +34,14 @@ class Fleet:
         self.results = scratch / "results"
         self.children: list[subprocess.Popen[str]] = []
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        """Start a run."""
-        command = [sys.executable, "-m", "lanekit", "run", "micro", "--profile=cpu-x2"]
-        command += [f"--hosts={self.rig.hosts}", f"--results={self.results}", "--cells=decode"]
+    def start(self, *args: str, lane: str = "micro") -> subprocess.Popen[str]:
+        """Start a run; of the lanes beside this file through driver.py."""
+        own = [str(Path(__file__).parent / "driver.py")]
+        command = [sys.executable, *(["-m", "lanekit"] if lane == "micro" else own), "run", lane]
+        command += ["--profile=cpu-x2", f"--hosts={self.rig.hosts}", f"--results={self.results}"]
         child = subprocess.Popen(
-            [*command, *args], env=self.rig.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*command, *(["--cells=decode"] if lane == "micro" else []), *args], text=True,
+            env=self.rig.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.children.append(child)
         return child
@@ -78,13 +79,15 @@ class Fleet:
         return len(logs) == 2 and all(b"[micro] v=1" in log.read_bytes() for log in logs)
 
     def rank(self, side: Side) -> int:
-        """The PID of the rank that a host runs: not its launcher."""
+        """The PID of the rank that a host runs, not its launcher: of the micro lane or of vLLM,
+        which gives it a title; 0 while there is none."""
         for pid in side.pids():
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if words[1:2] == [b"-u"] and any(w.endswith(b"ep_bench.py") for w in words):
+                micro = words[1:2] == [b"-u"] and any(w.endswith(b"ep_bench.py") for w in words)
+                if micro or words[0].startswith(b"VLLM::EngineCore"):
                     return pid
-        pytest.fail(f"no rank runs on {side.name}")
+        return 0
 
     def ssh_processes(self) -> list[str]:
         """What is left of the connections that runs of this folder opened."""
@@ -123,6 +126,14 @@ def test_the_gloo_arm_over_two_hosts_is_proven(fleet: Fleet) -> None:
     assert manifest.left == []
 
 
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """What the lane `dp` serves, where the containers' user can read it."""
+    path = dense(tmp_path / "tiny-qwen3-moe")
+    path.chmod(0o755)
+    return path
+
+
 def dense(folder: Path) -> Path:
     """A small dense model: its shape and tokenizer, whose weights the engine makes up."""
     model.ensure(folder)
@@ -134,19 +145,17 @@ def dense(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not held("aiperf"), reason="needs image aiperf in this machine's Docker engine")
+served = pytest.mark.skipif(
+    not held("aiperf"), reason="needs image aiperf in this machine's Docker engine"
+)
+
+
+@served
 def test_vllm_serves_from_both_hosts_and_is_swept_on_the_leader(
-    fleet: Fleet, tmp_path: Path
+    fleet: Fleet, model_path: Path
 ) -> None:
     """Real vLLM with a data-parallel rank a host, real AIPerf in the leader's network."""
-    path = dense(tmp_path / "tiny-qwen3-moe")
-    path.chmod(0o755)  # the containers' user reads it
-    command = [sys.executable, str(Path(__file__).parent / "driver.py"), "run", "dp",
-               "--profile=cpu-x2", f"--hosts={fleet.rig.hosts}", f"--results={fleet.results}",
-               f"--model={path}"]  # fmt: skip
-    child = subprocess.Popen(command, env=fleet.rig.environment, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    fleet.children.append(child)
+    child = fleet.start(f"--model={model_path}", "--cells=load", lane="dp")
     said, _ = child.communicate(timeout=4 * WAIT_S)
     manifest = fleet.manifest()
     assert manifest.state == "complete", said
@@ -160,10 +169,63 @@ def test_vllm_serves_from_both_hosts_and_is_swept_on_the_leader(
         "lanes-a-server.log").read_bytes()  # fmt: skip
 
 
+@served
+def test_a_rank_that_is_killed_while_it_starts_ends_the_start(
+    fleet: Fleet, model_path: Path
+) -> None:
+    child = fleet.start(f"--model={model_path}", "--cells=load", lane="dp")
+    fleet.until(lambda: fleet.rank(fleet.b) > 0, child)
+    os.kill(fleet.rank(fleet.b), signal.SIGKILL)
+    code, said = fleet.end(child)
+    assert code == 2
+    assert "worker on lanes-b ended with" in said
+    manifest = fleet.manifest()
+    assert (manifest.state, manifest.stage) == ("failed", "starting")
+    first = triage.triage(fleet.newest()).first
+    assert first is not None
+    assert first.who[0] == "lanes-b"
+
+
+@served
+def test_a_host_that_is_cut_off_in_a_sweep_ends_it_and_is_named(
+    fleet: Fleet, model_path: Path
+) -> None:
+    child = fleet.start(f"--model={model_path}", "--cells=long", lane="dp")
+    fleet.until(lambda: swept(fleet.newest()) > 20, child)
+    assert fleet.manifest().stage == "sweeping long"
+    fleet.b.link("down")
+    try:
+        code, said = fleet.end(child)
+    finally:
+        fleet.b.link("up")
+    assert code == 2
+    assert "host lanes-b (rank 1) cannot be reached" in said
+    manifest = fleet.manifest()
+    assert (manifest.state, manifest.stage) == ("failed", "sweeping long")
+    assert all("lanes-b" in each for each in manifest.left)
+    assert len(manifest.left) == 1, "the leader's containers are removed, AIPerf's too"
+    first = triage.triage(fleet.newest()).first
+    assert first is not None
+    assert first.who[0] == "lanes-b"
+    assert verify.verify(fleet.newest()).result == "no verdict"
+    assert b"POST" in (fleet.newest() / "logs" / "lanes-a-server.log").read_bytes()
+    heard: list[str] = []
+    with alone.holding(str(fleet.results / "next"), heard.append):
+        pass
+    assert any("removed what a dead run left" in each for each in heard)
+
+
+def swept(drop: Path) -> int:
+    """How many completions the leader has answered."""
+    return (drop / "logs" / "lanes-a-server.log").read_bytes().count(b"POST /v1/completions")
+
+
 def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:
     child = fleet.start("--cells=sweep")
     fleet.until(fleet.met, child)
-    os.kill(fleet.rank(fleet.b), signal.SIGKILL)
+    victim = fleet.rank(fleet.b)
+    assert victim, "no rank runs on lanes-b"
+    os.kill(victim, signal.SIGKILL)
     code, said = fleet.end(child)
     assert code == 2
     assert "first on lanes-b" in said
@@ -197,6 +259,34 @@ def test_a_host_that_is_slow_and_has_another_clock_is_waited_for_and_said(fleet:
     assert code == 0, said
     assert "warning: clock" in said
     assert "lanes-b" in said
+
+
+def test_kernels_are_compiled_before_ranks_meet_and_kept_for_the_next_run(fleet: Fleet) -> None:
+    """With torch's Inductor, which really compiles: a host that is late with it delays the ranks
+    of both, which then compile nothing; nor does the next run, by its own warm-up."""
+    for run in ("first", "second"):
+        child = fleet.start(lane="jit")
+        if run == "first":
+            fleet.until(fleet.running, child)
+            (identity,) = fleet.b.docker("ps", "-q").split()
+            fleet.b.docker("pause", identity)
+            fleet.until(lambda: b"built" in warmed(fleet.newest(), "lanes-a"), child)
+            time.sleep(2)
+            assert fleet.manifest().stage == "warming"
+            assert not list(fleet.newest().glob("logs/*"))
+            fleet.b.docker("unpause", identity)
+        _, said = fleet.end(child)
+        assert fleet.manifest().state == "complete", said
+        for host in ("lanes-a", "lanes-b"):
+            assert (b"built=0" in warmed(fleet.newest(), host)) == (run == "second")
+            log = (fleet.newest() / "logs" / f"{host}-meet.log").read_bytes()
+            assert b"built=0" in log
+            assert b"[jit] met" in log
+
+
+def warmed(drop: Path, host: str) -> bytes:
+    """The log of a host's warm-up."""
+    return (drop / "warm" / f"{host}-warm.log").read_bytes()
 
 
 def test_a_host_that_is_cut_off_ends_the_run_and_is_cleaned_when_it_is_back(fleet: Fleet) -> None:
@@ -273,7 +363,7 @@ def test_a_taken_port_is_refused_before_anything_starts(fleet: Fleet) -> None:
     listen = (
         "import socket,time; s=socket.create_server(('',41999)); print(1,flush=1); time.sleep(600)"
     )
-    command = ["ip", "netns", "exec", fleet.a.name, sys.executable, "-c", listen]
+    command = ["ip", "netns", "exec", fleet.a.space, sys.executable, "-c", listen]
     taken = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert taken.stdout is not None

@@ -96,7 +96,8 @@ def wheel(project: str, lock: str, folder: Path) -> Path:
     digest = hashlib.sha256(found.read_bytes()).hexdigest()
     assert f"sha256:{digest}" in (paths.LOCKS / lock).read_text(), f"{found} is not the locked file"
     with zipfile.ZipFile(found) as archive:
-        members = [name for name in archive.namelist() if name.startswith("sglang/srt/")]
+        wanted = ("sglang/srt/", "sglang/compile_deep_gemm.py")
+        members = [name for name in archive.namelist() if name.startswith(wanted)]
         archive.extractall(folder, members)
     return folder
 
@@ -207,6 +208,24 @@ def test_sglangs_parser_takes_every_command(sglang: tuple[str, Parse]) -> None:
     for (name, _), found in zip(services, parsed, strict=True):
         assert "error" not in found, f"{name}: {found}"
         assert found["moe_a2a_backend"] in ("deepep", "deepep_v2", "none"), name
+
+
+def test_sglangs_own_warm_up_is_there_and_takes_every_command(
+    sglang: tuple[str, Parse], tmp_path: Path
+) -> None:
+    """Its parser is the server's with a time limit of its own (compile_deep_gemm.py)."""
+    stack, parse = sglang
+    folder = wheel("sglang", pins.load().pin["sglang"].stack[stack].lock, tmp_path)
+    source = (folder / "sglang" / "compile_deep_gemm.py").read_text()
+    assert "ServerArgs.add_cli_args(parser)" in source
+    assert "timeout: int = 3600" in source
+    rows = [(name, made.warm) for name, made in planned("sglang") if made.stack == stack]
+    warms = [(name, warm) for name, warm in rows if warm]
+    assert {name for name, _ in rows if "h200" not in name} == {name for name, _ in warms}
+    commands = [c for _, warm in warms for c in (warm.command, warm.workers[0].command)]
+    for found in parse([arguments(command) for command in commands]):
+        assert "error" not in found, found
+    assert {warm.deadline_s for _, warm in warms} == {3600.0}
 
 
 def test_what_sglang_makes_of_the_published_launcher(sglang: tuple[str, Parse]) -> None:

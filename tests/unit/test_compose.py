@@ -54,10 +54,27 @@ def test_no_container_is_root_or_may_write_its_root_or_is_without_limits(plan: P
 
 def test_only_a_cells_own_folder_can_be_written(plan: Plan) -> None:
     for name, body in services(plan).items():
-        writable = [v["source"] for v in body["volumes"] if not v.get("read_only")]
-        cell = name.removeprefix("aiperf-")
-        assert writable == ([] if name == "server" else [f"{plan.drop}/aiperf/{cell}"])
-        assert all(v["type"] == "bind" for v in body["volumes"])  # no volume that could be left
+        writable = {v["source"]: v for v in body["volumes"] if not v.get("read_only")}
+        own = "kept" if name == "server" else f"{plan.drop}/aiperf/{name.removeprefix('aiperf-')}"
+        assert list(writable) == [own]
+        # No volume that could be left: the one that is kept is none of the project's.
+        assert all(v["type"] == "bind" or v is writable[own] for v in body["volumes"])
+    assert compose.document(plan, plan.hosts[0])["volumes"] == {
+        "kept": {"name": "lanes-kept-" + "1" * 12, "external": True}
+    }
+
+
+def test_what_an_engine_compiles_is_kept_and_aiperf_keeps_nothing(plan: Plan) -> None:
+    found = services(plan)
+    assert "HOME=/kept/10001" in found["server"]["environment"]
+    assert "TORCHINDUCTOR_CACHE_DIR=/kept/10001/inductor" in found["server"]["environment"]
+    assert "HOME=/tmp" in found["aiperf-c4"]["environment"]
+    own = msgspec.structs.replace(plan.hosts[0], cache="/var/lanes")
+    there = compose.document(plan, own)
+    assert there["volumes"] == {}
+    assert {"type": "bind", "target": "/kept", "source": "/var/lanes"} in there["services"][
+        "server"
+    ]["volumes"]
 
 
 def test_secrets_pass_by_name_and_the_hosts_paths_do_not(

@@ -35,6 +35,7 @@ GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "ghcr.io/deepep-lanes/{}@sha256:" + "1" * 64
 ROWS = {
     "vllm": {"lane": "vllm", "profile": "p5en-x2"},
+    "sglang": {"lane": "sglang", "profile": "p5en-x2"},
     "trtllm": {"lane": "trtllm", "profile": "p5en-x2"},
     "micro": {"lane": "micro", "profile": "cpu-x2"},
 }
@@ -142,7 +143,8 @@ def test_every_object_and_pod_fits_its_schema(plans: dict[str, Plan], row: str) 
         for template in templates(each):
             pod = {"apiVersion": "v1", "kind": "Pod", **template}
             kubernetes_validate.validate(pod, "1.34", strict=True)
-    assert seen >= {"vllm": {"LeaderWorkerSet", "ConfigMap"}, "trtllm": {"MPIJob", "ConfigMap"},
+    serving = {"LeaderWorkerSet", "ConfigMap"}
+    assert seen >= {"vllm": serving, "sglang": serving, "trtllm": {"MPIJob", "ConfigMap"},
                     "micro": {"Job", "Service", "ConfigMap"}}[row]  # fmt: skip
 
 
@@ -172,7 +174,7 @@ def strict(schema: Any) -> Any:
 
 
 @pytest.mark.skipif("LANES_CRDS" not in os.environ, reason="LANES_CRDS names no folder of CRDs")
-@pytest.mark.parametrize("row", ["vllm", "trtllm"])
+@pytest.mark.parametrize("row", ["vllm", "sglang", "trtllm"])
 def test_upstreams_own_schema_agrees(plans: dict[str, Plan], row: str) -> None:
     known = {}
     for path in Path(os.environ["LANES_CRDS"]).glob("*.yaml"):
@@ -232,6 +234,30 @@ def test_every_pod_runs_the_plans_own_command_under_the_clusters_own_names(
         assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
 
 
+def test_a_pod_is_warm_before_its_ranks_start_and_keeps_what_it_compiled(
+    plans: dict[str, Plan],
+) -> None:
+    plan = plans["sglang"]
+    host = msgspec.structs.replace(plan.hosts[0], cache="/var/lanes")
+    for made, kept in ((plan, {"emptyDir": {}}), (
+        msgspec.structs.replace(plan, hosts=(host, *plan.hosts[1:])),
+        {"hostPath": {"path": "/var/lanes", "type": "Directory"}},
+    )):  # fmt: skip
+        lws = next(x for x in objects(made) if x["kind"] == "LeaderWorkerSet")
+        for pod in templates(lws):
+            (warm,), (server, *_) = pod["spec"]["initContainers"], pod["spec"]["containers"]
+            assert warm["command"][:2] == ["timeout", "3600"]
+            assert warm["command"][-1] == "exec /bin/sh /lane/run/warm-${LWS_WORKER_INDEX:-0}.sh"
+            for each in (warm, server):
+                assert {"name": "kept", "mountPath": "/kept"} in each["volumeMounts"]
+            assert {"name": "kept", **kept} in pod["spec"]["volumes"]
+    scripts = objects(plan)[0]["data"]
+    assert {"warm-0.sh", "warm-1.sh", "server-0.sh", "server-1.sh"} == set(scripts)
+    assert "-m sglang.compile_deep_gemm" in scripts["warm-1.sh"]
+    assert "export HOME=/kept/10001" in scripts["warm-1.sh"]
+    assert "initContainers" not in str(objects(plans["vllm"]))
+
+
 def test_a_batch_program_waits_until_what_it_left_was_taken(tmp_path: Path) -> None:
     """The script itself, run: the file says how it ended, and the script waits for its removal."""
     mark = tmp_path / "out" / ".code"
@@ -273,6 +299,10 @@ def listed(**status: Any) -> dict[str, Any]:
         ({"phase": "Failed", "containerStatuses": [{"name": "server", "state": {"terminated": {
             "exitCode": 3, "reason": "Error"}}}]}, "server ended with exit status 3 (Error)"),
         ({"phase": "Failed", "reason": "NodeLost", "message": "gone"}, "NodeLost: gone"),
+        ({"phase": "Pending", "initContainerStatuses": [{"name": "warm", "restartCount": 1,
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": 124, "reason": "Error"}}}]},
+         "warm ended with exit status 124 (Error)"),
     ],
 )  # fmt: skip
 def test_what_keeps_a_pod_from_going_on_is_told(status: dict[str, Any], trouble: str) -> None:
@@ -292,13 +322,26 @@ def test_a_pod_says_which_host_it_is_whatever_made_it(label: str) -> None:
     assert pod.number == 3
 
 
+DISCOVERY: dict[str, Any] = {  # what kubectl asks before it asks for anything
+    "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+    "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [
+        {"name": "pods", "singularName": "pod", "namespaced": True, "kind": "Pod",
+         "verbs": ["get", "list"]}]},
+}  # fmt: skip
+
+
 class Api(http.server.BaseHTTPRequestHandler):
     """An API that answers every request with an error, or with nothing for a long time."""
 
     status, delay = 500, 0.0
+    pods: dict[str, Any] | None = None  # answered instead of the error, with one line as every log
 
     def answer(self) -> None:
         time.sleep(self.delay)
+        if self.pods:
+            self.know(self.pods)
+            return
         body = json.dumps(
             {
                 "kind": "Status",
@@ -308,8 +351,27 @@ class Api(http.server.BaseHTTPRequestHandler):
                 "code": self.status,
             }
         ).encode()
+        self.send(self.status, body)
+
+    def know(self, pods: dict[str, Any]) -> None:
+        """The pods as a list, one of them, or the log of a container that has begun."""
+        path, _, query = self.path.partition("?")
+        if path in DISCOVERY:
+            self.send(200, json.dumps(DISCOVERY[path]).encode())
+            return
+        name = path.partition("/pods/")[2].partition("/")[0]
+        if path.endswith("/log"):
+            container = query.partition("container=")[2].partition("&")[0]
+            self.send(200, f"I am {container} in {name}\n".encode())
+        elif name:
+            self.send(200, json.dumps(next(
+                p for p in pods["items"] if p["metadata"]["name"] == name)).encode())  # fmt: skip
+        else:
+            self.send(200, json.dumps(pods).encode())
+
+    def send(self, status: int, body: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.send_response(self.status)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -384,6 +446,37 @@ def test_an_api_that_restarts_is_asked_again(
     monkeypatch.setattr(kubernetes, "DEAF_S", -1.0)
     with pytest.raises(HostLost, match="the Kubernetes API"):
         launcher.pods()
+
+
+@needs_kubectl
+def test_a_log_is_followed_when_its_container_has_begun_and_not_before(
+    api: tuple[type[Api], dict[str, str]], plans: dict[str, Plan], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """kubectl refuses the log of a container that has not started, and says so into the log."""
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.0)
+    plan = msgspec.structs.replace(plans["sglang"], drop=str(tmp_path / "drop"))
+    drop = drops.Drop.create(plan)
+    (drop.path / kubernetes.FOLDER).mkdir()
+    launcher = kubernetes.KubernetesLauncher(plan, drop, kubernetes.Kubectl(api[1]))
+    worker = next(s for s in plan.services if s.host == plan.hosts[1].name)
+    log = drop.log(worker.host, worker.name)
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    running: dict[str, Any] = {"running": {}}
+    launcher.start(worker, {}, log)
+    for state in (waiting, running):
+        found = listed(phase="Pending", initContainerStatuses=[
+            {"name": "warm", "state": {"terminated": {"exitCode": 0}}}],
+            containerStatuses=[{"name": "server", "state": state}])  # fmt: skip
+        found["items"][0] |= {"kind": "Pod", "apiVersion": "v1", "spec": {"containers": [
+            {"name": "warm"}, {"name": "server"}]}}  # fmt: skip
+        api[0].pods = {"kind": "PodList", "apiVersion": "v1", **found}
+        launcher.check()
+        assert log.exists() == (state is running)
+    launcher.stop()
+    assert log.read_text() == "I am server in lane-0-1\n"
+    warm = drop.path / "warm" / f"{worker.host}-warm.log"
+    assert warm.read_text() == "I am warm in lane-0-1\n"
 
 
 def test_without_kubectl_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from lanekit import contract, machine, paths, plan, planning
+from lanekit import contract, machine, paths, plan, planning, spec
 from lanekit.errors import ConfigError
 
 
@@ -125,6 +126,24 @@ def test_a_bad_serve_yaml_is_refused(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         planning.services(path, {"LANE_PORT": "1"}, {}, "here")
     assert message in caught.value.message
+
+
+def test_what_is_warmed_runs_on_every_host_and_is_no_service(bare: machine.Machine) -> None:
+    sglang = planning.Options(lane="sglang", profile="p5en-x2", start=False)
+    made = planning.make(sglang, bare)
+    assert made.warm is not None
+    (worker,) = made.warm.workers
+    ranks = [words[words.index("--node-rank") + 1] for words in (made.warm.command, worker.command)]
+    assert ranks == ["0", "1"]
+    assert made.warm.log == f"warm/{made.hosts[0].name}-warm.log", "no evidence of what follows"
+    assert {service.name for service in made.services} == {"server"}
+    one = msgspec.structs.replace(sglang, profile="h200x2", server_python="x")
+    assert planning.make(one, bare).warm is None
+    known = spec.lane("sglang")
+    assert planning.again(made, known).warm == made.warm
+    setting = msgspec.structs.replace(known.profiles["p5en-x2"], warm_s=0.0)
+    cold = msgspec.structs.replace(known, profiles={**known.profiles, "p5en-x2": setting})
+    assert planning.again(made, cold).warm is None
 
 
 def test_a_cap_of_tokens_is_shown_and_a_token_is_not(bare: machine.Machine) -> None:

@@ -15,11 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from lanekit import drop, verify
+from lanekit import drop, machine, planning, process, verify
+from lanekit.errors import CellFailed
 from lanekit.manifest import Manifest
+from lanekit.progress import Progress
+from lanekit.run import Run
 
 STANDIN = Path(__file__).parent / "standin"
 
@@ -31,6 +35,7 @@ class Lane:
         self.scratch = scratch
         self.results = scratch / "results"
         self.children: list[subprocess.Popen[str]] = []
+        self.name = "standin"
         self.bin = scratch / "bin"
         self.bin.mkdir()
         (self.bin / "python").symlink_to(sys.executable)
@@ -39,7 +44,7 @@ class Lane:
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Start a run."""
         given = () if "--results" in args else ("--results", str(self.results))
-        command = [sys.executable, str(STANDIN / "driver.py"), str(self.scratch), "run", "standin"]
+        command = [sys.executable, str(STANDIN / "driver.py"), str(self.scratch), "run", self.name]
         python = ("--server-python", sys.executable, "--aiperf-python", str(self.bin / "python"))
         child = subprocess.Popen(
             [*command, *python, *given, *args],
@@ -186,6 +191,53 @@ def test_a_cell_ends_by_its_deadline(lane: Lane) -> None:
     assert code == 2
     assert "late: AIPerf was not done within its 1 s" in said
     assert lane.strays(lane.manifest()) == []
+
+
+def test_what_compiles_does_so_before_the_ranks_start_and_keeps_it(lane: Lane) -> None:
+    lane.name = "warmed"
+    _, said = lane.end()
+    manifest = lane.manifest()
+    assert manifest.state == "complete", said
+    assert [each.what for each in manifest.processes] == ["batch warm", "batch quick"]
+    assert {"warm", "cell quick"} <= set(manifest.timings)
+    drop, host = max(lane.results.glob("2*")), manifest.plan["hosts"][0]["name"]
+    assert (drop / "warm" / f"{host}-warm.log").read_text() == (
+        f"compiling in {lane.scratch}/cache/inductor\n"
+    )
+    assert [path.name for path in drop.glob("logs/*")] == [f"{host}-quick.log"]
+
+
+def test_a_warm_up_that_fails_ends_the_run_before_the_ranks_start(lane: Lane) -> None:
+    lane.name = "warmed"
+    code, said = lane.end("--arm", "broken")
+    manifest = lane.manifest()
+    assert code == 2
+    assert "warm: the warm-up ended with exit status 3; it said last:" in said
+    assert "compiling in" in said
+    assert (manifest.state, manifest.stage) == ("failed", "warming")
+    assert [each.what for each in manifest.processes] == ["batch warm"]
+
+
+def test_a_host_that_is_late_with_its_warm_up_is_named(
+    bare: machine.Machine, checkout: Path, tmp_path: Path
+) -> None:
+    class Late(process.ProcessTask):
+        def __init__(self) -> None:
+            """Nothing runs: only who is late is asked."""
+
+        def late(self) -> list[str]:
+            return ["lanes-b"]
+
+    made = planning.make(planning.Options(lane="vllm", profile="cpu"), bare)
+    made = msgspec.structs.replace(made, drop=str(tmp_path / "drop"))
+    cell = msgspec.structs.replace(made.cells["c4"], deadline_s=5)
+    run = Run(made, drop.Drop.create(made), Progress())
+    with pytest.raises(CellFailed) as caught:
+        run._watch("warm", cell, Late(), time.monotonic() - 6)
+    assert caught.value.message == (
+        "warm: the warm-up was not done within its 5 s, still running on host lanes-b"
+    )
+    assert "warm_s" in caught.value.remedy
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

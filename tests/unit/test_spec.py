@@ -107,8 +107,12 @@ def test_names_that_could_leave_the_drop_and_endless_cells_are_refused() -> None
         text = LANE.replace(old, new, 1)
         return spec.checked(toml.decode(text.encode(), spec.Lane, where="lane"))
 
-    with pytest.raises(ConfigError, match="cannot be a name"):
-        decode("c4 = {", '"../../c4" = {')
+    for name in ('"../../c4"', "warm"):
+        with pytest.raises(ConfigError, match="cannot be a name"):
+            decode("c4 = {", f"{name} = {{")
+    for deadline in ("nan", "inf", "-1.0"):
+        with pytest.raises(ConfigError, match=r"the warm-up on .* has no deadline"):
+            decode('arm = "', f'warm_s = {deadline}\narm = "')
     for deadline in ("nan", "inf", "0.0"):
         with pytest.raises(ConfigError, match="has no deadline"):
             decode("requests = 40", f"requests = 40, deadline_s = {deadline}")
