@@ -119,8 +119,8 @@ def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
 
 
 def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str, bool]:
-    """Where a plan is not the lane's; where only the text of a patch series is another, which its
-    prose can make; and whether a plan that is none can be laid to an older harness no more."""
+    """Where a plan is not the lane's; where only a patch series is another, as its prose alone made
+    it before 2026-12; and whether a plan that is none can be laid to an older harness no more."""
     from lanekit import planning  # noqa: PLC0415
 
     try:

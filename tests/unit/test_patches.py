@@ -368,13 +368,31 @@ def test_a_step_must_say_everything(upstream: Upstream, key: str) -> None:
     assert f"missing required field `{key}`" in refusal(folder, ConfigError)
 
 
-def test_a_digest_follows_the_series_and_its_patches(upstream: Upstream) -> None:
+def test_a_digest_follows_what_a_series_does_and_not_what_it_says_of_itself(
+    upstream: Upstream,
+) -> None:
     folder = upstream.series()
     before = patches.digest(folder)
+    toml = (folder / "series.toml").read_text()
+    (folder / "series.toml").write_text(toml.replace('tested = "here"', 'tested = "on EFA too"'))
     assert patches.digest(folder) == before
     patch = folder / "0001-ten.patch"
     patch.write_text(patch.read_text() + "\n")
     assert patches.digest(folder) != before
+
+
+def test_a_digest_follows_the_base_and_the_order_of_the_steps(upstream: Upstream) -> None:
+    steps = [STEP | {"pick": digit * 40} for digit in "ab"]
+    patch = STEP | {"patch": "0001-ten.patch"}
+    both = [patches.digest(upstream.series(*order, patch)) for order in (steps, steps[::-1])]
+    base = patches.digest(upstream.series(*steps, patch, base=upstream.base[:8] + "0" * 32))
+    assert len({*both, base}) == 3
+
+
+def test_a_second_series_on_a_base_has_a_word_behind_its_folder(upstream: Upstream) -> None:
+    folder = upstream.series()
+    other = folder.rename(folder.with_name(f"{folder.name}-other"))
+    assert next(patches.judge(other)).startswith("applied 0001-ten.patch")
 
 
 def fetched(upstream: Upstream, text: str, sha256: str = "") -> Path:

@@ -1,6 +1,8 @@
-"""deep_ep/utils/fabric.py, the file that our DeepEP V2 series adds, over made-up /proc and /sys."""
+"""The files that our DeepEP series add: V2's deep_ep/utils/fabric.py over made-up /proc and /sys,
+V1's csrc/kernels/transport.cuh over an NVSHMEM that reorders."""
 
 import importlib.util
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +17,21 @@ RING = b"\x7fELF...Next sequence number is in use...\0"
 PROXY, GDAKI, NONE = 2, 3, 0
 
 
+def added(series: str, file: str, tree: Path) -> Path:
+    """A file that a series adds, alone."""
+    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+    for patch in sorted((patches.PATCHES / series).glob("*.patch")):
+        if f" b/{file}\n" in patch.read_text():
+            only = ["git", "apply", f"--include={file}", str(patch)]
+            subprocess.run(only, cwd=tree, check=True, capture_output=True)
+    return tree / file
+
+
 @pytest.fixture(scope="module", params=["deepep/b306af06", "deepep/dd758caf"])
 def fabric(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module as the series leaves it: only its own file is taken from the patches."""
-    (folder,) = patches.find([request.param])
-    tree = tmp_path_factory.mktemp("tree")
-    subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
-    for patch in sorted(folder.glob("000[12]-*.patch")):
-        only = ["git", "apply", f"--include={FILE}", str(patch)]
-        subprocess.run(only, cwd=tree, check=True, capture_output=True)
-    spec = importlib.util.spec_from_file_location("fabric", tree / FILE)
+    path = added(request.param, FILE, tmp_path_factory.mktemp("tree"))
+    spec = importlib.util.spec_from_file_location("fabric", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -173,3 +180,27 @@ def test_a_host_without_a_gpu_directory_does_not_divide_by_zero(
 ) -> None:
     host.nic(0, "efa", rate="200 Gb/sec (4X HDR)\n")
     assert gbs(fabric, host) == 25
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_v1_over_nvshmem_is_never_told_of_data_that_is_not_there(tmp_path: Path) -> None:
+    header = added("deepep/567632dd", "csrc/kernels/transport.cuh", tmp_path)
+    for name in ("configs", "exception", "utils"):
+        (header.parent / f"{name}.cuh").touch()
+    standin = Path(__file__).parent / "standin/transport.cpp"
+    build = ["g++", "-std=c++17", "-Wall", "-Werror", f"-I{header.parent}", str(standin)]
+    subprocess.run([*build, "-o", str(tmp_path / "drive")], check=True)
+    done = subprocess.run([tmp_path / "drive"], check=True, capture_output=True, text=True)
+    found = dict(pair.split("=") for pair in done.stdout.split())
+    assert int(found.pop("overtaken")) > 0, "the network of this test reorders nothing"
+    assert found.pop("missing") == "0"
+    assert found == {
+        "count": "-8",  # 4 bytes, signed
+        "p": "7",
+        "home": "100000000",  # 8 bytes
+        "qps": "1",  # as many as anyone asks for
+        "quiets": "1",
+        "mine": "1",
+        "peer": "1",
+        "far": "1",
+    }

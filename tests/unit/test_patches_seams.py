@@ -644,6 +644,86 @@ class TestDeepEP:
             comm.get_nccl_comm_handles(group)
 
 
+class TestDeepEPV1:
+    """What a wheel of V1 built with EP_NVSHMEM_API tells NVSHMEM, and how it is built."""
+
+    @pytest.fixture(scope="class")
+    def tree(self, tmp_path_factory: Any) -> Path:
+        series = "deepep/567632dd"
+        (folder,) = [one for one in patches.find([series]) if one.name == series.split("/")[1]]
+        if not os.environ.get("SRC_DEEPEP"):
+            pytest.skip("SRC_DEEPEP names no root")
+        place: Path = tmp_path_factory.mktemp("deepep-v1")
+        list(patches.judge(folder, place))
+        return place / series
+
+    @pytest.mark.parametrize(
+        ("core", "said", "told"),
+        [
+            ({}, None, ["1", "7"]),
+            ({}, "0", ["1", "7"]),  # as upstream: it decides itself
+            ({"nvshmem_api": True}, None, ["0", "8"]),
+            ({"nvshmem_api": True}, "1", ["1", "8"]),
+        ],
+    )
+    def test_ibgda_is_asked_for_only_where_the_kernels_post_to_it(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch, core: dict[str, bool],
+        said: str | None, told: list[str],
+    ) -> None:  # fmt: skip
+        runtime = SimpleNamespace(
+            get_local_device_id=lambda: 0, get_local_ipc_handle=lambda: b"",
+            get_num_rdma_ranks=lambda: 1, get_local_nvshmem_unique_id=lambda: b"",
+            sync=lambda *_: None, is_available=lambda: True,
+        )  # fmt: skip
+        made = SimpleNamespace(Buffer=lambda *_: runtime, Config=None, EventHandle=Event, **core)
+        package = ModuleType("v1")
+        package.__path__ = [str(tree / "deep_ep")]
+        utils = SimpleNamespace(EventOverlap=Event, check_nvlink_connections=lambda _: None)
+        for name, module in (("deep_ep_cpp", made), ("v1", package), ("v1.utils", utils)):
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.delitem(sys.modules, "v1.buffer", raising=False)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        os.environ.pop("NVSHMEM_IB_ENABLE_IBGDA", None)
+        if said is not None:
+            os.environ["NVSHMEM_IB_ENABLE_IBGDA"] = said
+        comm = SimpleNamespace(
+            Get_rank=lambda: 0, Get_size=lambda: 1, allgather=lambda value: [value]
+        )
+        importlib.import_module("v1.buffer").Buffer(
+            None, num_rdma_bytes=1, low_latency_mode=True, comm=comm
+        )
+        names = ("NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_MAX_TEAMS")
+        assert [os.environ[name] for name in names] == told
+
+    def built(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """What setup.py asks of the compilers."""
+        found: dict[str, Any] = {}
+        monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", SimpleNamespace(
+            BuildExtension=None, CUDAExtension=lambda **how: found.update(how)
+        ))  # fmt: skip
+        setuptools = SimpleNamespace(setup=lambda **_: None, find_packages=lambda **_: [])
+        monkeypatch.setitem(sys.modules, "setuptools", setuptools)
+        monkeypatch.setenv("NVSHMEM_DIR", "/")
+        monkeypatch.chdir(place)
+        code = compile((place / "setup.py").read_text(), "setup.py", "exec")
+        exec(code, {"__name__": "__main__"})
+        return found
+
+    def test_the_switch_is_one_definition_for_both_compilers(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("EP_NVSHMEM_API", raising=False)
+        off = self.built(tree, monkeypatch)
+        assert "EP_NVSHMEM_API" not in str(off)
+        monkeypatch.setenv("EP_NVSHMEM_API", "1")
+        on = self.built(tree, monkeypatch)
+        for compiler in ("cxx", "nvcc"):
+            more = ["-DEP_NVSHMEM_API"]
+            flags = (on["extra_compile_args"][compiler], off["extra_compile_args"][compiler])
+            assert [flag for flag in flags[0] if flag not in flags[1]] == more
+        assert {**on, "extra_compile_args": 0} == {**off, "extra_compile_args": 0}
+
+
 class SimpleGroup:
     """A process group, as far as comm.py looks at one."""
 
