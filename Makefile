@@ -9,7 +9,9 @@ VENV := .venv
 LANEKIT := $(VENV)/bin/lanekit
 STAMP := $(VENV)/.stamp
 # An option is passed on only where it is given: the harness chooses the rest and says so.
-option = $(if $(strip $($(1))),$(2) '$($(1))')
+option = $(if $(strip $($(1))),$(2)='$(subst ','\'',$($(1)))')
+# A switch is on for 1 and off for 0, or where it is not given.
+switch = $(if $(filter-out 0,$(strip $($(1)))),$(2))
 
 .PHONY: bundle doctor plots help setup lanes logs reproduce lint test test-all test-hosts bench report readme verify-logs triage redact clean
 
@@ -25,7 +27,7 @@ lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, 
 	  $(call option,LAUNCHER,--launcher) $(call option,HOSTS,--hosts) $(call option,RESULTS,--results) \
 	  $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,SERVER_PYTHON,--server-python) $(call option,AIPERF_PYTHON,--aiperf-python) \
-	  $(call option,COHERENCE_FROM,--coherence-from) $(if $(PLAN),--plan) $(if $(REDACT),--redact)
+	  $(call option,COHERENCE_FROM,--coherence-from) $(call switch,PLAN,--plan) $(call switch,REDACT,--redact)
 
 reproduce: setup ## Run one row again, by digest, and say how far it is from the published: ROW=vllm/epnc8/c32 [RESULTS=DIR]
 	@test -n "$(ROW)" || { echo "error: say which row: make reproduce ROW=lane/arm/cell" >&2; exit 2; }
@@ -33,13 +35,13 @@ reproduce: setup ## Run one row again, by digest, and say how far it is from the
 	  $(call option,MODEL,--model) $(call option,PORT,--port) $(call option,LAUNCHER,--launcher) \
 	  $(call option,HOSTS,--hosts) $(call option,TORCH_INDEX,--torch-index) $(call option,ENV,--env) \
 	  $(call option,REGISTRY,--registry) $(call option,SERVER_PYTHON,--server-python) \
-	  $(call option,AIPERF_PYTHON,--aiperf-python) $(if $(PLAN),--plan)
+	  $(call option,AIPERF_PYTHON,--aiperf-python) $(call switch,PLAN,--plan)
 
 doctor: setup ## Is this machine fit? PROFILE= [HOSTS= LANE= ARM= PORTS= JSON=1 REAP=1 PIDS=]
 	@exec $(LANEKIT) doctor $(call option,PROFILE,--profile) $(call option,LANE,--lane) \
 	  $(call option,ARM,--arm) $(call option,HOSTS,--hosts) \
 	  $(call option,LAUNCHER,--launcher) $(call option,PORTS,--ports) $(call option,RESULTS,--results) \
-	  $(if $(JSON),--json) $(if $(REAP),--reap) $(call option,PIDS,--pids)
+	  $(call switch,JSON,--json) $(call switch,REAP,--reap) $(call option,PIDS,--pids)
 
 bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
 	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }
@@ -101,8 +103,9 @@ test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slur
 test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf
 	@$(VENV)/bin/python -m pytest tests/hosts
 
-bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 GIB=4]
-	@$(VENV)/bin/python scripts/bench.py $(if $(LANE),--lane) $(if $(SIMULATE),--hosts) $(if $(GIB),--gib $(GIB))
+bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 IMAGES=STACK GIB=4]
+	@$(VENV)/bin/python scripts/bench.py $(call switch,LANE,--lane) $(call switch,SIMULATE,--hosts) \
+	  $(call option,IMAGES,--images) $(if $(GIB),--gib $(GIB))
 
 readme: setup ## Renew the generated parts of READMEs
 	@$(LANEKIT) lanes --readme

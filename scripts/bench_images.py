@@ -1,41 +1,74 @@
-"""Measure the image graph: `make bench-images`. Prints ratios and seconds, judges nothing.
+"""Measure the image graph: `make bench IMAGES=STACK`. Judges nothing.
+
+    scripts/bench_images.py [--stack STACK] [--json]
 
 * a rebuild of everything that is here, with nothing changed
-* the steps that run again when the evidence hook changes, and when a lane's file does
+* the steps that run again when a lane's file, the guard or the evidence hook changes, each in a
+  copy of what bake reads, so that the checkout stays as it is
 * the bytes of all engine images together, over those of the largest: what shared layers save
+
+What is not here is not measured: build it first, with the same roots (BASE_IMAGE= SRC_NAME=).
 """
 
+import argparse
 import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lanekit import images, paths
 from lanekit.errors import LaneError
 
-UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+UNITS: Final = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+READ: Final = ("images", "patches", "scripts/evidence", "lanes")
+# What is touched, and how the step that brings it into an image is known in a recipe.
+TOUCHED: Final = {
+    "lane": ("lanes/vllm/lane.toml", ""),
+    "guard": ("images/guard/guard.py", "from=guard"),
+    "hook": ("scripts/evidence/lane_evidence.py", "from=evidence"),
+}
 
 
-def bake(names: list[str], stack: str, **contexts: str) -> tuple[float, str]:
-    """Build without keeping anything; seconds and bake's own report."""
-    given = images.roots(os.environ)
-    made: dict[str, Any] = images.definition(stack, given)
+@dataclass(frozen=True)
+class Rebuild:
+    """One build with one file changed. ran: RUN and COPY steps not taken from the cache.
+    follow: how many steps its recipes have from the changed file on."""
+
+    changed: str
+    seconds: float
+    ran: list[str]
+    follow: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything. unique, largest: unpacked bytes of all engine images, and of the largest."""
+
+    images: list[str]
+    stack: str
+    rebuilds: list[Rebuild]
+    engines: list[str]
+    unique: float
+    largest: float
+
+
+def bake(names: list[str], stack: str, root: Path) -> tuple[float, str]:
+    """Build from a copy of the checkout without keeping anything; seconds and bake's own report."""
+    made: dict[str, Any] = images.definition(stack, images.roots(os.environ))
     for body in made["target"].values():
         body["output"] = ["type=cacheonly"]
-    for name in ("transport-v1", "transport-v2"):
-        made["target"][name]["contexts"] |= contexts
-    files = ["-f", str(images.GRAPH), "-f", str(images.write(made, f"bench-{stack}"))]
+    files = ["-f", "images/docker-bake.hcl", "-f", str(images.write(made, f"bench-{stack}"))]
     begin = time.monotonic()
     ran = subprocess.run(
-        ["docker", "buildx", "bake", "--progress=plain", *files, *names],
-        cwd=paths.ROOT, env=os.environ | images.variables(stack), capture_output=True, text=True,
+        ["docker", "buildx", "bake", "--progress=plain", *files, *images.asked(names)],
+        cwd=root, env=os.environ | images.variables(stack), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     if ran.returncode:
@@ -45,9 +78,34 @@ def bake(names: list[str], stack: str, **contexts: str) -> tuple[float, str]:
 
 def ran(report: str) -> list[str]:
     """The RUN and COPY steps that were not taken from the cache."""
-    steps = dict(re.findall(r"^#(\d+) \[(.*? \d+/\d+\]) (?:RUN|COPY)", report, re.M))
+    steps = dict(re.findall(r"^#(\d+) \[(.*? \d+/\d+)\] (?:RUN|COPY)", report, re.M))
     cached = set(re.findall(r"^#(\d+) CACHED", report, re.M))
-    return sorted(f"[{name}" for number, name in steps.items() if number not in cached)
+    return sorted(name for number, name in steps.items() if number not in cached)
+
+
+def following(name: str, mark: str) -> int:
+    """How many steps a recipe has from the first on that mounts what changed."""
+    steps = (images.folder(name) / "Dockerfile").read_text().split("\nRUN ")[1:]
+    first = next((n for n, step in enumerate(steps) if mark and mark in step), len(steps))
+    return len(steps) - first
+
+
+def rebuild(changed: str, names: list[str], stack: str) -> Rebuild:
+    """Build once with a file changed, or with none.
+
+    The hook is measured on the images that bring it: all of an engine follows it, as it must.
+    """
+    path, mark = TOUCHED.get(changed, ("", ""))
+    if changed == "hook":
+        names = [name for name in names if following(name, mark)]
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        for folder in READ:
+            shutil.copytree(paths.ROOT / folder, root / folder)
+        if path:
+            (root / path).open("a").write("# touched\n")
+        seconds, report = bake(names, stack, root)
+    return Rebuild(changed, seconds, ran(report), sum(following(name, mark) for name in names))
 
 
 def layers(reference: str) -> dict[str, float]:
@@ -76,30 +134,42 @@ def here(stack: str) -> list[str]:
     return found
 
 
-def main(stack: str) -> None:
-    """Measure what is here."""
+def measure(stack: str) -> Measured:
+    """Measure what is here.
+
+    Raises:
+        SystemExit: nothing is.
+    """
     names = here(stack)
     if not names:
-        raise SystemExit("bench-images: no image is here; build one first")
-    print(f"images: {', '.join(names)} (stack {stack})")
-    seconds, report = bake(names, stack)
-    print(f"rebuild with nothing changed: {seconds:.1f} s, {len(ran(report))} steps ran")
-    contexts = json.dumps(images.definition(stack, images.Roots())["target"])
-    print(f"contexts under lanes/: {contexts.count(str(paths.LANES))}")
-    if any(name.startswith("transport-v") for name in names):
-        with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch) / "evidence"
-            shutil.copytree(paths.ROOT / "scripts" / "evidence", copy)
-            (copy / "lane_evidence.py").open("a").write("# touched\n")
-            _, report = bake(names, stack, evidence=str(copy))
-        print(f"steps that ran after the hook changed: {', '.join(ran(report)) or 'none'}")
+        raise SystemExit(f"no image of stack {stack} is here: build one first")
+    rebuild("", names, stack)  # what is here may be older than the recipes
+    rebuilds = [rebuild(changed, names, stack) for changed in ("", *TOUCHED)]
     engines = [n for n in names if not n.startswith("transport") and images.ancestors(n)]
-    if engines:
-        parts = [layers(images.local(name, stack)) for name in engines]
-        unique = sum({k: v for part in parts for k, v in part.items()}.values())
-        largest = max(sum(part.values()) for part in parts)
-        print(f"bytes of {', '.join(engines)} over the largest: {unique / largest:.2f}")
+    parts = [layers(images.local(name, stack)) for name in engines]
+    unique = sum({k: v for part in parts for k, v in part.items()}.values())
+    largest = max((sum(part.values()) for part in parts), default=0)
+    return Measured(names, stack, rebuilds, engines, unique, largest)
+
+
+def main() -> None:
+    """Print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stack", default=images.DEFAULT_STACK)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = measure(options.stack)
+    if options.json:
+        print(json.dumps(asdict(found)))
+        return
+    print(f"images: {', '.join(found.images)} (stack {found.stack})")
+    for each in found.rebuilds:
+        steps = f"{len(each.ran)} steps ran, {each.follow} follow: {', '.join(each.ran) or 'none'}"
+        print(f"{each.changed or 'nothing'} changed: {each.seconds:.1f} s, {steps}")
+    if found.engines:
+        share = found.unique / found.largest
+        print(f"bytes of {', '.join(found.engines)} over the largest: {share:.2f}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else images.DEFAULT_STACK)
+    main()

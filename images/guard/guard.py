@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """The drift guard: what an image really contains, judged at the end of its build and in its tests.
 
-    guard.py expect NAME=VALUE...   record what a transport image promises its children
     guard.py check                  judge this image; exit 1 with every finding when it drifted
     guard.py contents               write what is inside, for tags, tables and the SBOM
     guard.py env NAME[=READER]...   a lane's variables: is each read by something shipped here?
@@ -517,29 +516,23 @@ def contents(image: Image) -> dict[str, object]:
 
 
 def expected() -> dict[str, str]:
-    """The transport's promises; none in an image without a transport."""
+    """The transport's promises (images/tools/expect); none in an image without a transport."""
     path = SHARE / "expect.json"
     return dict(json.loads(path.read_text())) if path.is_file() else {}
-
-
-def _write(name: str, value: object) -> None:
-    SHARE.mkdir(parents=True, exist_ok=True)
-    (SHARE / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def main(argv: list[str]) -> int:
     """Run one subcommand; returns its exit code."""
     command, words = [*argv, "check"][0], argv[1:]
-    if command == "expect":
-        _write("expect.json", expected() | dict(word.split("=", 1) for word in words))
-        return 0
     if command == "maps":
         _load(*words)
         print(*maps(), sep="\n")
         return 0
     image = Image(Path(os.environ.get("LANES_ROOT", "/")), expected(), dict(os.environ))
     if command == "contents":
-        _write("contents.json", contents(image))
+        SHARE.mkdir(parents=True, exist_ok=True)
+        held = json.dumps(contents(image), indent=1, sort_keys=True)
+        (SHARE / "contents.json").write_text(held + "\n")
         return 0
     if command == "env":
         wanted = {name: reader for name, _, reader in (word.partition("=") for word in words)}

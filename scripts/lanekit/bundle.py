@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
-from lanekit import drop, paths, spec
+from lanekit import contract, drop, paths, spec
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 FORMAT: Final = 1
@@ -91,17 +91,32 @@ def plan_environments(
             f"lane {lane} has no environment of its own on profile {profile}: nothing to bundle",
             remedy=f"Choose PROFILE= one of: {', '.join(fits) or 'none'}.",
         )
+    if tools := found.profiles[profile].tools:
+        raise ConfigError(
+            f"lane {lane} needs {', '.join(tools)} beside its engine, and a bundle holds no tools",
+            remedy="Take its images instead, or bundle the engine's own lane.",
+        )
     locks = {"server": found.profiles[profile].environment, "lanekit": "lanekit"}
     if found.workload.driver == "aiperf":
         locks["aiperf"] = "aiperf"
     has = read_present(present.read_text() if present else "")
     planned = {name: _environment(paths.LOCKS / f"{lock}.txt", has) for name, lock in locks.items()}
-    planned["server"] = _with_deep_ep(planned["server"], deepep_wheel, has)
+    needed = spec.profile(profile).gpus > 0 and any(map(_built, _contracts(found, profile)))
+    planned["server"] = _with_deep_ep(planned["server"], deepep_wheel, has, needed=needed)
     return planned
 
 
+def _contracts(lane: spec.Lane, profile: str) -> list[str]:
+    return [arm.contracts[profile] for arm in lane.arms.values() if profile in arm.contracts]
+
+
+def _built(name: str) -> bool:
+    """Whether a contract lets a DeepEP buffer be built."""
+    return "no-buffer" not in contract.load(name).required
+
+
 def _with_deep_ep(
-    server: Environment, deepep_wheel: Path | None, present: Mapping[str, str]
+    server: Environment, deepep_wheel: Path | None, present: Mapping[str, str], *, needed: bool
 ) -> Environment:
     """The environment with deep_ep, which is in no lock: a wheel, or linked where it is present."""
     if deepep_wheel is not None:
@@ -113,7 +128,7 @@ def _with_deep_ep(
         return replace(server, extra=(deepep_wheel,))
     if "deep-ep" in present:
         return replace(server, linked=(*server.linked, "deep-ep"))
-    if any(re.match(r"nvidia-nccl-", line) for line in (*server.carried, *server.linked)):
+    if needed:
         raise ConfigError(
             "this lane needs deep_ep, which no package index carries",
             remedy="Build it (images/transport-v2/README.md) and name it: DEEPEP_WHEEL=path.whl",
@@ -353,18 +368,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("lane", help="a folder of lanes/")
     add("--profile", required=True, help="the fleet it will run on")
     add("--out", default="bundle", help="folder for the parts, their sums and the installer")
-    add("--part-mib", type=int, default=0, help="largest part in MiB; one file when not given")
+    add("--part-mib", default="0", help="largest part in MiB; one file when not given")
     add("--deepep-wheel", default="", help="the deep_ep wheel, built for the machine's Python")
     add("--present", default="", help="`pip freeze` of the machine: linked there, not carried")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the bundle and say what to do with it."""
+    if not args.part_mib.isdecimal():
+        raise ConfigError(
+            f"PART_MIB: '{args.part_mib}' is no number", remedy="Give MiB, as in PART_MIB=512."
+        )
     made = make_bundle(
         args.lane,
         args.profile,
         out=Path(args.out),
-        part_bytes=args.part_mib << 20,
+        part_bytes=int(args.part_mib) << 20,
         deepep_wheel=Path(args.deepep_wheel) if args.deepep_wheel else None,
         present=Path(args.present) if args.present else None,
     )

@@ -58,6 +58,22 @@ ERRORS: Final = contract.Bound(
         remedy="Read the server's log before its first such answer.",
     ),
 )
+# What no process survives: of any run of ours, whatever else its log proves. Other tracebacks of an
+# engine decide nothing: told to stop, vLLM 0.24.0 prints EngineDeadError (2026-11-30).
+LOST: Final = contract.Bound(
+    "gpu-lost",
+    "required",
+    contract.Rule(
+        why="no process lost its GPU",
+        literal="CUDA error: ",
+        pattern="CUDA error: (?:an illegal |illegal |misaligned |device-side assert|"
+        "unspecified launch|uncorrectable |the launch timed out)",
+        needs="none",
+        source="the CUDA runtime's cudaGetErrorString, as torch prints it",
+        versions=("torch 2.11.0",),
+        remedy="make triage names the first process that died, and why.",
+    ),
+)
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
 
@@ -104,10 +120,11 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     name, said = str(plan.get("contract")), _NOTHING
     if manifest.state == "complete":
         name, said = _contract(drop, manifest, known)
+    said = (*said, *row.said(manifest))
     subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    found = (log.stream for log in logs.find(drop, files, ours=True))
+    found = (log.unpacked for log in logs.find(drop, files, ours=True))
     checks = [_integrity(drop, files, manifest.files), _copies(subject), row.logs(plan, found)]
     checks += row.checks(manifest, known)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
@@ -123,6 +140,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         served_name=_text(_at(plan, "model", "served_name")),
         versions=_versions(plan),
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
+        apart=bool(plan.get("backends")),
     )
     checks += loading.load(loads, unplanned)
     checks += gate(drop, files, manifest)
@@ -137,8 +155,7 @@ def gate(drop: Path, files: Sequence[Path], manifest: Manifest) -> list[Check]:
     """
     known, plan = answers.questions(), _gate_plan(manifest)
     if plan is None:
-        run, remains = row.clock(manifest), _gate_remains(drop, files, manifest)
-        return [coherence.absent(run.window.first if run else None, remains)]
+        return [coherence.absent(_gate_remains(drop, files, manifest))]
     ours, theirs = (
         answers.read(drop / name) if drop / name in files else None
         for name in (answers.NAME, answers.REFERENCE)
@@ -507,13 +524,14 @@ def judged(
     _fits(found, facts.profile)
     served = facts.requests is not None and not facts.batch
     rules = contract.bound(found, served=served, batch=facts.batch)
-    rules = (*rules, ERRORS) if served else rules
+    rules = (*rules, *(ERRORS,) * served, *(LOST,) * subject.ours)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
     checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
     checks += [judge.hook_clock(evidence, run.window)] if run and evidence.armed else []
-    checks, waived = _waived(subject, [_short(check) for check in checks])
+    checks = _excused(subject, [_short(check) for check in checks])
+    checks, waived = _waived(subject, checks)
     result, reason = decide(checks)
     if not serve and result == "no verdict":
         reason = "no serve log"
@@ -533,6 +551,21 @@ def judged(
         cells=tuple(_row(x.name, x.folder, x.cell) for x in loads if x.cell is not None),
         unproven=found.unproven,
     )
+
+
+def _excused(subject: Subject, checks: Sequence[Check]) -> Sequence[Check]:
+    """What one of our own older drops could not have is noted: of exactly that drop, byte by byte,
+    since a date is easily forged."""
+    manifest = subject.root / MANIFEST
+    known = contract.older().get(drops.sha256(manifest)) if subject.ours else None
+    if known is None:
+        return checks
+    return [
+        msgspec.structs.replace(check, severity="noted", note=f"{known.drop}: {known.why}")
+        if check.outcome == "unchecked" and check.id in known.lacks
+        else check
+        for check in checks
+    ]
 
 
 def _short(check: Check) -> Check:

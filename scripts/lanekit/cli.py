@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lanekit.errors import LaneError
+from lanekit.errors import ConfigError, LaneError
 
 if TYPE_CHECKING:
     from lanekit import planning
@@ -17,9 +17,9 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0 done or proven, 1 refuted, 2 no verdict."""
-    args = _parser().parse_args(argv)
-    command: Command = args.command
     try:
+        args = _parser().parse_args(argv)
+        command: Command = args.command
         return command(args)
     except LaneError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -86,6 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _number(option: str) -> Callable[[str], int]:
+    """What reads a whole number for argparse, whose own words for a wrong one are its usage."""
+
+    def read(word: str) -> int:
+        if not word.isdecimal():
+            raise ConfigError(
+                f"{option}: '{word}' is no number", remedy=f"Give a whole number, or no {option}=."
+            )
+        return int(word)
+
+    return read
+
+
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("lane", help="a folder of lanes/")
@@ -101,7 +114,12 @@ def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", default="", help="the fleet; chosen from this machine when not given")
     add("--model", default="", help="a local directory or a hub id instead of the lane's model")
-    add("--port", type=int, default=0, help="the server's port; a free one when not given")
+    add(
+        "--port",
+        type=_number("PORT"),
+        default=0,
+        help="the server's port; a free one when not given",
+    )
     add("--launcher", default="", help="process, compose; one that fits when not given")
     add("--hosts", default="", help="[user@]address[:port],... or an inventory file")
     add("--torch-index", default="", help="index of CPU torch builds, taken when it answers")

@@ -6,7 +6,6 @@ coherence.toml` holds the numbers and why they are what they are.
 """
 
 import dataclasses
-import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -14,9 +13,6 @@ from lanekit.answers import SILENT, Answer, Answers, Ask, Header, Tolerance, dig
 from lanekit.verdict import Check, Outcome, Severity
 
 SHOWN: Final = 3  # faults of a check
-# Runs that began earlier, in UTC, had no gate to plan: it came on 2026-11-30 at 15:30, and the
-# first drop with one began at 15:39.
-SINCE: Final = datetime.datetime(2026, 11, 30, 15, 25)
 SAME: Final = ("lane", "profile", "model", "dummy_weights", "questions")  # of two files of answers
 
 
@@ -58,14 +54,12 @@ def checks(gate: Gate) -> list[Check]:
     return [whole, _alike(gate.ours), _batches(gate, gate.ours), _reference(gate, gate.ours)]
 
 
-def absent(began: datetime.datetime | None, remains: str) -> Check:
-    """What a drop gets whose plan has no gate. began: UTC. remains: what tells that it had one."""
+def absent(remains: str) -> Check:
+    """What a drop gets whose plan has no gate. remains: what tells that it had one."""
     if remains:
         return _check("answers", "failed", f"no gate in the plan, but {remains}", "a planned gate")
     said = "not compared: the run had no coherence gate"
-    old = began is not None and began < SINCE
-    severity: Severity = "noted" if old else "required"
-    return _check("answers-reference", "unchecked", said, "answers", severity=severity)
+    return _check("answers-reference", "unchecked", said, "answers")
 
 
 def _others(header: Header, subject: Mapping[str, object]) -> str:

@@ -1,7 +1,8 @@
 """Contracts: what the logs of a lane must show, held as data. Nothing here is ever evaluated.
 
 `lanes/contracts/rules.toml` holds every rule once; a contract names the ones it needs.
-`lanes/contracts/foreign.toml` says which contract judges a drop that carries no manifest.
+`lanes/contracts/foreign.toml` says which contract judges a drop that carries no manifest,
+`lanes/contracts/older.toml` which of our own drops are older than a check.
 """
 
 import functools
@@ -18,7 +19,8 @@ from lanekit.errors import ConfigError
 RULES: Final = "rules"
 FOREIGN: Final = "foreign"
 COHERENCE: Final = "coherence"
-NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE)
+OLDER: Final = "older"
+NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE, OLDER)
 
 # How often a rule's line must stand in the logs:
 #   ranks     one for each (host, local rank) of the profile, no more and no fewer
@@ -105,6 +107,20 @@ class Foreign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     words: tuple[str, ...]
     profile: str
     contracts: dict[str, str]
+
+
+class Older(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A drop from before some checks could be made. manifest: the sha256 of its manifest, which
+    names that of every file. lacks: the checks, by id."""
+
+    drop: str
+    manifest: str
+    lacks: tuple[str, ...]
+    why: str
+
+
+class _OlderFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    older: tuple[Older, ...]
 
 
 class _Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,6 +272,12 @@ def digest(name: str, folder: Path = paths.CONTRACTS) -> str:
     except OSError as error:
         raise ConfigError(f"contract {name}: {error.strerror}", remedy="Restore it.") from error
     return together.hexdigest()
+
+
+def older(folder: Path = paths.CONTRACTS) -> dict[str, Older]:
+    """Our own drops that are older than a check, by the sha256 of their manifest."""
+    found = toml.load(folder / f"{OLDER}.toml", _OlderFile).older
+    return {each.manifest: each for each in found}
 
 
 def foreign(folder: Path = paths.CONTRACTS) -> tuple[Foreign, ...]:

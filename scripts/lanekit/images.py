@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from lanekit import paths, pins
-from lanekit.errors import ConfigError, ImageFailed
+from lanekit import interrupt, paths, pins
+from lanekit.errors import ConfigError, ImageFailed, Interrupted
 
 if TYPE_CHECKING:
     from python_on_whales import DockerClient
@@ -120,6 +120,10 @@ def folder(target: str) -> Path:
     return IMAGES / target.removesuffix("-v1" if target != "transport-v1" else "\0")
 
 
+def _recipe(target: str) -> str:
+    return (folder(target) / "Dockerfile").read_text()
+
+
 def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Definition:
     """What docker-bake.hcl is completed with: arguments, contexts and secrets of each target.
 
@@ -136,7 +140,7 @@ def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Defi
 def _filled(
     name: str, stack: str, given: Roots, found: pins.Pins, known: Mapping[str, str]
 ) -> Definition:
-    text = (folder(name) / "Dockerfile").read_text()
+    text = _recipe(name)
     declared = [arg for line in text.splitlines() for arg, _ in pins.declared(line)]
     arguments = {arg: known[arg] for arg in declared if arg in known}
     sources = {source: _source(source, stack, given, found) for source in _sources(text)}
@@ -148,7 +152,8 @@ def _filled(
             arguments[f"{source.upper()}_SHA256"] = checksum
     bases = _bases(text, stack, given, found)
     secrets = [("ca", given.ca), ("pip", given.pip)]
-    theirs = [*(["base"] if given.base_image else []), *sorted({*sources} & {*given.sources})]
+    inside = {source for each in (name, *ancestors(name)) for source in _sources(_recipe(each))}
+    theirs = [*(["base"] if given.base_image else []), *sorted(inside & {*given.sources})]
     return {
         "args": arguments,
         "contexts": {
@@ -164,6 +169,26 @@ def _filled(
         },
         "secret": [f"id={key},src={Path(path).resolve()}" for key, path in secrets if path],
     }
+
+
+def require_given(names: Iterable[str], stack: str, given: Roots, found: pins.Pins) -> None:
+    """Refuse a build, before its first step, whose images need a wheel that nobody gave.
+
+    Raises:
+        ConfigError: with how to come by every one that is missing.
+    """
+    recipes = {_recipe(each) for name in names for each in (name, *ancestors(name))}
+    needed = {source for text in recipes for source in _sources(text)} - {*given.sources}
+    missing = [
+        (f"SRC_{name.upper()}", wheel.how.strip())
+        for name, wheel in found.given.items()
+        if name in needed and stack in wheel.stacks
+    ]
+    if missing:
+        raise ConfigError(
+            f"stack {stack} needs what no index holds: {', '.join(o for o, _ in missing)}",
+            remedy="\n".join(how for _, how in missing),
+        )
 
 
 def _bases(text: str, stack: str, given: Roots, found: pins.Pins) -> dict[str, str]:
@@ -236,6 +261,12 @@ def write(made: Definition, stack: str) -> Path:
     return path
 
 
+def asked(names: Iterable[str]) -> list[str]:
+    """What bake is asked for: images, and by name what they build on, or that is exported too."""
+    names = list(names)
+    return names + sorted({f"_{each}" for name in names for each in ancestors(name)})
+
+
 def plan(names: list[str], stack: str, given: Roots) -> Definition:
     """Bake's own view of what would be built, complete.
 
@@ -245,7 +276,7 @@ def plan(names: list[str], stack: str, given: Roots) -> Definition:
     _require(names)
     with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
         made: Definition = docker().buildx.bake(  # type: ignore[assignment]
-            names,
+            asked(names),
             files=[GRAPH, write(definition(stack, given), stack)],
             variables=variables(stack),
             print=True,
@@ -257,19 +288,27 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     """Build images and load them; returns image -> digest. Progress goes to the terminal.
 
     Raises:
-        ConfigError: an unknown image.
+        ConfigError: an unknown image, or a wheel that no index holds and nobody gave.
         ImageFailed: a build failed; bake's own last words stand above.
+        Interrupted: a signal came; the build is ended.
     """
     from python_on_whales import DockerException  # noqa: PLC0415
 
     _require(names)
+    require_given(names, stack, given, pins.load())
     client, metadata = docker(), STAGE / "metadata.json"
     files: list[str | Path] = [GRAPH, write(definition(stack, given), stack)]
     try:
-        with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
+        # The graph's contexts are relative. A signal ends the client, and with it the build.
+        with contextlib.chdir(paths.ROOT), interrupt.raising():
             client.buildx.bake(
-                names, files=files, variables=variables(stack), metadata_file=metadata
+                asked(names), files=files, variables=variables(stack), metadata_file=metadata
             )
+    except Interrupted as error:
+        raise Interrupted(
+            f"building {', '.join(names)} {error.message}",
+            remedy="Finished steps are kept: the same command goes on from there.",
+        ) from error
     except DockerException as error:
         raise ImageFailed(
             f"building {', '.join(names)} failed",
@@ -279,8 +318,8 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     told = json.loads(metadata.read_text())
     return {
         name: told[name]["containerimage.digest"]
-        for name in told
-        if isinstance(told[name], dict) and "containerimage.digest" in told[name]
+        for name in names
+        if isinstance(told.get(name), dict) and "containerimage.digest" in told[name]
     }
 
 
@@ -394,8 +433,8 @@ def parents() -> dict[str, str]:
     for name, body in blocks:
         if name.startswith("_"):
             continue
-        match = re.search(r'parent = "target:([\w-]+)"', body) or re.search(
-            r'parent = "target:([\w-]+)"', inherited.get(_inherits(body), "")
+        match = re.search(r'parent = "target:_?([\w-]+)"', body) or re.search(
+            r'parent = "target:_?([\w-]+)"', inherited.get(_inherits(body), "")
         )
         found[name] = match[1] if match else _base(name)
     return found
@@ -407,7 +446,7 @@ def _inherits(body: str) -> str:
 
 
 def _base(name: str) -> str:
-    match = re.search(r"^FROM\s+(\S+)", (folder(name) / "Dockerfile").read_text(), re.M)
+    match = re.search(r"^FROM\s+(\S+)", _recipe(name), re.M)
     return match[1] if match else "?"
 
 
@@ -417,6 +456,28 @@ def ancestors(name: str) -> list[str]:
     while (name := above.get(name, "")) in above:
         found.append(name)
     return found
+
+
+def pinned(name: str, stack: str) -> dict[str, str]:
+    """The packages that an image is built with: project -> version. A child's locks count over its
+    ancestors', and what is installed by name over every lock (tools/install); an install that no
+    lock and no checksum holds may change all that locks brought. `contents` is what it really has.
+
+    Raises:
+        ConfigError: an unknown stack, or a lock that cannot be read.
+    """
+    known = pins.arguments(pins.load(), stack)
+    locked, named = dict[str, str](), dict[str, str]()
+    for image in [*reversed(ancestors(name)), name]:
+        lines = (folder(image) / "Dockerfile").read_text().splitlines()
+        for arg in [arg for line in lines for arg, _ in pins.declared(line) if arg in known]:
+            pin, _, field = arg.rpartition("_")
+            if field == "LOCK":
+                locked |= pins.packages(paths.LOCKS / known[arg])
+            elif field == "PROJECT" and f"{pin}_VERSION" in known:
+                named[known[arg]] = known[f"{pin}_VERSION"]
+                locked = locked if f"{pin}_SHA256" in known else {}
+    return locked | named
 
 
 def tree() -> str:

@@ -15,7 +15,6 @@ from lanekit.contract import Bound, Rule
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
 
-TELLS: Final = datetime.datetime(2026, 11, 30, 15, 10)  # UTC; since then the hook says when
 SPREAD: Final = 20  # an endpoint is loaded from this fraction of the planned requests on
 
 
@@ -61,7 +60,7 @@ class Facts:
     """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
     versions: what the plan pins of nccl, nvshmem and deep_ep. loaded: when the first planned
     request was sent, in seconds since the epoch. batch: the program was started once a cell, so
-    that a rank has had several processes."""
+    that a rank has had several processes. apart: each engine wrote a log of its own."""
 
     profile: Profile
     requests: int | None
@@ -70,6 +69,7 @@ class Facts:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loaded: float | None = None
     batch: bool = False
+    apart: bool = False
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
@@ -182,20 +182,18 @@ def _unexpected(
 
 
 def hook_clock(logs: Logs, run: Window) -> Check:
-    """The ranks say of themselves that they met during the run (UTC). The hook of before TELLS said
-    no time: that is noted, and the other clocks decide."""
+    """The ranks say of themselves that they met during the run (UTC)."""
     told = [x for x in logs.armed if x.first in logs.times]
     silent = [x for x in logs.armed if x.first not in logs.times]
     early = (run.first - SLACK).replace(tzinfo=datetime.UTC).timestamp()
     late = ((run.last or run.first) + SLACK).replace(tzinfo=datetime.UTC).timestamp()
     wrong = [x for x in told if not early <= logs.times[x.first] <= late]
-    old = not told and run.first < TELLS
     bad = wrong or silent
     where = f" at {bad[0].first.file}:{bad[0].first.line}" if bad else ""
     return Check(
         id="hook-clock",
         group="transport",
-        severity="noted" if old else "required",
+        severity="required",
         outcome="failed" if wrong else "unchecked" if silent else "met",
         why="the ranks met while the run was under way",
         expected=f"{shown(run)} UTC by the evidence hook's clock",
@@ -323,12 +321,14 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
 
 
 def _spread(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
-    """As many lines as requests, over several endpoints. One with a few lines does not count: every
-    engine was asked once before the router was."""
+    """As many lines as requests, over several endpoints: engines, where each has a log of its own,
+    whatever process its lines name. One with a few lines does not count: every engine was asked
+    once before the router was."""
     outcome, expected, actual, missing = _requests(rule, lines, logs, facts)
     counts: dict[str, int] = defaultdict(int)
     for x in lines:
-        who = f"{x.evidence.source.label} {x.evidence.source.pid}".strip()
+        process = f"{x.evidence.source.label} {x.evidence.source.pid}".strip()
+        who = x.stream if facts.apart else process
         counts[dict(x.evidence.values).get("endpoint", who)] += x.evidence.count
     counts.pop("", None)
     least = max(2, (facts.requests or 0) // SPREAD)

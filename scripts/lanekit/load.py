@@ -72,12 +72,12 @@ def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Ru
     return one_time(wrong, absent)
 
 
-def one_time(wrong: Sequence[str], absent: Sequence[str], *, required: bool = True) -> Check:
+def one_time(wrong: Sequence[str], absent: Sequence[str]) -> Check:
     """The check that all clocks tell of one time. absent: those that could not be looked at."""
     return Check(
         id="same-run",
         group="load",
-        severity="required" if required or wrong else "noted",
+        severity="required",
         outcome="failed" if wrong else "unchecked" if absent else "met",
         why="records, summary, log and manifest are of one run",
         expected="every clock tells of one time",

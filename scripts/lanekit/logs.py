@@ -49,6 +49,11 @@ class Log(msgspec.Struct, frozen=True):
     stream: str
     part: int
 
+    @property
+    def unpacked(self) -> str:
+        """The name without what packing put behind."""
+        return self.name.removesuffix(self.path.suffix if self.path.suffix in PACKED else "")
+
 
 def inside(root: Path) -> Iterator[Path]:
     """Every regular file under root, sorted. Links are not followed and do not count: the file

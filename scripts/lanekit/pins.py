@@ -52,12 +52,20 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stack: dict[str, Value] = {}
 
 
+class Given(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A wheel that no index holds. stacks: where an image needs it. how: how to come by one."""
+
+    stacks: tuple[str, ...]
+    how: str
+
+
 class Pins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole file."""
 
     stacks: tuple[str, ...]
     pin: dict[str, Pin]
     locks: dict[str, str] = {}
+    given: dict[str, Given] = {}
 
 
 def load(path: Path = PINS, locks: Path = paths.LOCKS) -> Pins:
@@ -141,14 +149,22 @@ def locked(lock: Path, project: str) -> str:
     Raises:
         ConfigError: the lock cannot be read or does not hold the project.
     """
+    if (version := packages(lock).get(project)) is None:
+        raise ConfigError(f"{lock} does not hold {project}", remedy="See locks/README.md.")
+    return version
+
+
+def packages(lock: Path) -> dict[str, str]:
+    """Every package of a hashed requirements file, with its version.
+
+    Raises:
+        ConfigError: the lock cannot be read.
+    """
     try:
         text = lock.read_text()
     except OSError as error:
         raise ConfigError(f"{lock}: {error.strerror}", remedy="Restore the lock.") from error
-    found = re.search(rf"^{re.escape(project)}==([^\s;\\]+)", text, re.M)
-    if found is None:
-        raise ConfigError(f"{lock} does not hold {project}", remedy="See locks/README.md.")
-    return found[1]
+    return dict(re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.M))
 
 
 def arguments(pins: Pins, stack: str) -> dict[str, str]:

@@ -33,9 +33,11 @@ from lanekit import (
     variables,
 )
 from lanekit.errors import ConfigError
+from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
     INHERITED,
+    SCHEMA,
     CellPlan,
     Containers,
     Environment,
@@ -139,6 +141,11 @@ class Choice(msgspec.Struct, frozen=True):
             for host in self.hosts
             for name in self.setting.backends
         )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Their addresses."""
+        return tuple(f"http://{address}:{port}" for _, address, port in self.backends)
 
     @property
     def files(self) -> dict[str, str]:
@@ -264,7 +271,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         extra_env=chosen.extra_env,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
         files=chosen.files,
-        backends=tuple(f"http://{address}:{port}" for _, address, port in chosen.backends),
+        backends=chosen.urls,
         warm=_warm(chosen),
     )
 
@@ -276,7 +283,6 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
     Raises:
         ConfigError: the lane here has not its arm, profile or cells.
     """
-    cell = next(iter(plan.cells.values()), CellPlan((), {}, "", "", 0))
     chosen = Choice(
         lane=lane,
         profile=spec.profile(plan.profile),
@@ -289,14 +295,14 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         hosts=plan.hosts,
         hosts_why=plan.hosts_why,
         drop=Path(plan.drop),
-        # Plans of before 2026-12 do not say it, but AIPerf is given nothing else.
-        extra_env=plan.extra_env or (plan.driver == "aiperf" and cell.env) or {},
+        extra_env=plan.extra_env,
         transport=variables.of(lane.arms[plan.arm].contracts[plan.profile], plan.profile),
         addresses=",".join(host.address for host in plan.hosts),
         containers=plan.containers,
     )
     return msgspec.structs.replace(
         plan,
+        schema=SCHEMA,
         stack=chosen.stack,
         comparable=chosen.profile.comparable,
         model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
@@ -308,6 +314,8 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         patches=_series(lane.arms[plan.arm]),
         prefill=lane.arms[plan.arm].prefill,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
+        files=chosen.files,
+        backends=chosen.urls,
         warm=_warm(chosen),
     )
 
@@ -323,8 +331,8 @@ def digest(lane: spec.Lane, arm: str, profile: str) -> str:
     of transports, the arm's patch series."""
     folder = paths.LANES / lane.name
     found = repr(sorted(_series(lane.arms[arm]).items()))
-    for path in (folder / "lane.toml", folder / "serve.yaml", paths.PROFILES / f"{profile}.toml",
-                 paths.VARIABLES):  # fmt: skip
+    own = [folder / name for name in ("lane.toml", "serve.yaml", *lane.files)]
+    for path in (*own, paths.PROFILES / f"{profile}.toml", paths.VARIABLES):
         found += f" {sha256(path)}"
     return hashlib.sha256(found.encode()).hexdigest()
 
@@ -480,12 +488,13 @@ def _upper(name: str) -> str:
 
 
 def _image_pins(chosen: Choice) -> dict[str, str]:
-    """What the images really hold of PINNED."""
+    """What the images really hold of PINNED; what they are built with where nobody was asked."""
     held: dict[str, str] = {}
     for image in chosen.containers.images.values() if chosen.containers else ():
         if image.startswith(f"{images.LOCAL}/"):
-            continue  # a tag: nobody was asked
-        if chosen.launcher == "compose":
+            name, _, stack = image.removeprefix(f"{images.LOCAL}/").partition(":")
+            held |= images.pinned(name, stack)
+        elif chosen.launcher == "compose":
             held |= images.contents(image, chosen.hosts[0].ssh).packages
         else:  # nobody here may hold it; its bill of materials was made when it was pushed
             held |= registry.packages(image)
@@ -770,8 +779,8 @@ def _pins(environments: Mapping[str, Environment], options: Options) -> dict[str
         if not environment.locks and (options.start or Path(environment.python).exists()):
             pins |= _installed(environment.python)
         for lock in environment.locks:
-            found = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (paths.LOCKS / lock).read_text(), re.M)
-            pins |= {name: version for name, version in found if name in PINNED}
+            held = packages(paths.LOCKS / lock)
+            pins |= {name: held[name] for name in PINNED if name in held}
     return pins
 
 

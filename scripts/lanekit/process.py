@@ -6,6 +6,7 @@ session bears it.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ import psutil
 from lanekit.errors import LaneError, ServerDied
 from lanekit.manifest import Process
 from lanekit.plan import CellPlan, Service
+from lanekit.prefix import ANSI
 
 MARK: Final = "LANEKIT_RUN"  # in the environment of all that a run starts: the path of its drop
 UNKILLABLE_S: Final = 10.0
@@ -294,9 +296,28 @@ class Occurrences:
 def tail(log: Path, lines: int) -> list[str]:
     """The last lines of a log, whatever bytes it holds; empty when it cannot be read."""
     with suppress(OSError), log.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - 65536))
-        return stream.read().decode(errors="replace").splitlines()[-lines:]
+        cut = stream.seek(max(0, stream.seek(0, os.SEEK_END) - 65536)) > 0
+        found = stream.read().decode(errors="replace").splitlines()
+        return (found[1:] if cut and len(found) > 1 else found)[-lines:]  # the first is a part
     return []
+
+
+# What libraries say beside a program: warnings of glog, logging and Python with the source line
+# that Python puts under one, what NCCL and the evidence hook write for a verdict, empty frames.
+_BESIDE: Final = re.compile(
+    r"^\s|^\W*$|^(?:\[\w+\]:)?\[?[WE]\d{4} \d|\bWARN(?:ING)?\b|Warning: "
+    r"|NCCL (?:INFO|WARN)|\[lane-evidence\]"
+)
+_SPEAKER: Final = re.compile(r"^\(\w+ pid=\d+\) ?")
+
+
+def said(log: Path) -> str:
+    """The last line of a log that its program says itself; empty where there is none yet."""
+    for line in reversed(tail(log, 200)):
+        words = _SPEAKER.sub("", ANSI.sub(b"", line.encode()).decode(errors="replace"))
+        if not _BESIDE.search(words):
+            return words
+    return ""
 
 
 def _started(pid: int) -> float:

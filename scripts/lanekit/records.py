@@ -51,6 +51,8 @@ COMPARED: Final = (
     "tok_s", "tok_s_user", "ttft_avg_ms", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms",
     "requests", "errors", "duration_s",
 )  # fmt: skip
+PERCENTILES: Final = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+Stated = dict[str, dict[str, float]]  # metric -> statistic -> value, as the summary names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Records:
     end to the nanosecond, seen again. unnamed: records without a request id, of which nobody can
     say whether they are copies. faults: records whose own numbers contradict each other. window:
     first start and last end, seconds since the epoch. in_flight: the most requests open at once.
-    chunked: records that state when each chunk of their answer came."""
+    chunked: records that state when each chunk of their answer came. stated: what a summary may
+    state of them beside its figures."""
 
     figures: CellFigures
     osl: float | None
@@ -69,6 +72,7 @@ class Records:
     window: tuple[float, float] | None
     in_flight: int
     chunked: int
+    stated: Stated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Cell:
 
     concurrency, asked, isl_asked, osl_asked, model: AIPerf's own configuration. error_kinds: its
     error_summary, None when absent. start, end: its local clock, without zone. url: whom it asked,
-    None where it says none, or several.
+    None where it says none, or several. stated: the statistics of its summary.
     """
 
     folder: Path
@@ -96,6 +100,7 @@ class Cell:
     end: datetime.datetime | None
     url: str | None
     streaming: bool
+    stated: Stated
 
     @property
     def figures(self) -> CellFigures:
@@ -138,7 +143,16 @@ class _Record(msgspec.Struct, frozen=True):
 
 class _Metric(msgspec.Struct, frozen=True):
     avg: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p1: float | None = None
+    p5: float | None = None
+    p10: float | None = None
+    p25: float | None = None
     p50: float | None = None
+    p75: float | None = None
+    p90: float | None = None
+    p95: float | None = None
     p99: float | None = None
 
 
@@ -150,6 +164,9 @@ class _Summary(msgspec.Struct, frozen=True):
     end_time: str | None = None
     request_count: _Metric = _Metric()
     error_request_count: _Metric | None = None
+    request_latency: _Metric = _Metric()
+    request_throughput: _Metric = _Metric()
+    total_output_tokens: _Metric = _Metric()
     output_token_throughput: _Metric = _Metric()
     output_token_throughput_per_user: _Metric = _Metric()
     time_to_first_token: _Metric = _Metric()
@@ -157,6 +174,20 @@ class _Summary(msgspec.Struct, frozen=True):
     output_sequence_length: _Metric = _Metric()
     benchmark_duration: _Metric = _Metric()
     input_config: Any = None
+
+    def stated(self) -> Stated:
+        """Every statistic that follows from the records."""
+        metrics = {name: getattr(self, name) for name in (*_PER_RECORD, *_WHOLE)}
+        return {
+            name: {k: v for k in metric.__struct_fields__ if (v := getattr(metric, k)) is not None}
+            for name, metric in metrics.items()
+        }
+
+
+_PER_RECORD: Final = (
+    "request_latency", "time_to_first_token", "inter_token_latency", "output_sequence_length",
+)  # fmt: skip
+_WHOLE: Final = ("request_throughput", "total_output_tokens")  # only their average means anything
 
 
 def find(root: Path) -> list[Path]:
@@ -192,6 +223,7 @@ def read(folder: Path) -> Cell:
         end=_time(found.end_time),
         url=_url(_dig(config, "endpoint", "urls")),
         streaming=_dig(config, "endpoint", "streaming") is True,
+        stated=found.stated(),
     )
 
 
@@ -248,8 +280,8 @@ class _Tally:
         self.ids, self.spans = array("q"), array("q")
         self.starts, self.ends, self.answered = array("q"), array("q"), array("q")
         self.ttft, self.itl = array("d"), array("d")
+        self.latency, self.length = array("d"), array("d")
         self.failed = self.unnamed = self.chunked = 0
-        self.tokens = 0.0
         self.faults: list[str] = []
 
     def add(self, record: _Record, where: str) -> None:
@@ -271,7 +303,8 @@ class _Tally:
         self.starts.append(begin)
         self.ends.append(end)
         self.answered.append(begin + round((record.metrics.request_latency.value or 0) * 1e6))
-        self.tokens += length
+        self.latency.append(record.metrics.request_latency.value or 0)
+        self.length.append(length)
         self.chunked += record.metrics.inter_chunk_latency.value is not None
         self.ttft.append(wait)
         if per_token is not None:
@@ -284,9 +317,14 @@ class _Tally:
         # As AIPerf does: until the last token. A stream may end later, by 5 ms on two busy cores,
         # and a wall of 4.4 s then differed in the fourth digit (2026-11-30).
         wall = (max(self.answered) - min(self.starts)) / 1e9 if done else None
+        tokens = sum(self.length)
+        each = dict(zip(_PER_RECORD, (self.latency, self.ttft, self.itl, self.length), strict=True))
+        stated = {name: _statistics(values) for name, values in each.items()}
+        stated["total_output_tokens"] = {"avg": tokens}
+        stated["request_throughput"] = {"avg": done / wall} if wall else {}
         return Records(
             figures=CellFigures(
-                tok_s=self.tokens / wall if wall else None,
+                tok_s=tokens / wall if wall else None,
                 tok_s_user=_rate_a_user(self.itl),
                 ttft_avg_ms=sum(self.ttft) / done if done else None,
                 ttft_p50_ms=percentile(self.ttft, 50),
@@ -298,13 +336,14 @@ class _Tally:
                 duration_s=wall,
                 source="records",
             ),
-            osl=self.tokens / done if done else None,
+            osl=tokens / done if done else None,
             duplicates=max(_again(self.ids), _again(self.spans)),
             unnamed=self.unnamed,
             faults=tuple(self.faults),
             window=window,
             in_flight=_in_flight(self.starts, self.ends),
             chunked=self.chunked,
+            stated=stated,
         )
 
 
@@ -406,11 +445,21 @@ def _lines(path: Path) -> Iterator[tuple[int, _Record]]:
         raise Unreadable(f"{path}: {error.strerror}", remedy="Restore the file.") from error
 
 
+def _statistics(values: Sequence[float]) -> dict[str, float]:
+    """What AIPerf states of a metric, but for its deviation."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    found = {"avg": sum(ordered) / len(ordered), "min": ordered[0], "max": ordered[-1]}
+    return found | {f"p{percent}": _between(ordered, percent) for percent in PERCENTILES}
+
+
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """Linear interpolation between order statistics, as AIPerf's numpy does."""
-    if not values:
-        return None
-    ordered = sorted(values)
+    return _between(sorted(values), percent) if values else None
+
+
+def _between(ordered: Sequence[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -433,7 +482,18 @@ def disagreements(cell: Cell) -> list[str]:
             continue
         if said is None or found is None or not math.isclose(said, found, rel_tol=TOLERANCE):
             lines.append(f"{name} {_shown(said)} != {_shown(found)}")
-    return lines
+    return lines or list(_otherwise(cell.stated, cell.records.stated))
+
+
+def _otherwise(said: Stated, found: Stated) -> Iterator[str]:
+    """What the summary states beside the figures shown, and its records do not bear out."""
+    for metric, values in said.items():
+        for name, value in values.items():
+            known = found[metric].get(name)
+            if metric in _WHOLE and name != "avg":
+                continue
+            if known is None or not math.isclose(value, known, rel_tol=TOLERANCE):
+                yield f"{metric} {name} {_shown(value)} != {_shown(known)}"
 
 
 def _shown(value: float | None) -> str:

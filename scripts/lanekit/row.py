@@ -17,13 +17,10 @@ from lanekit.clock import Window
 from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
-from lanekit.plan import Plan, public
+from lanekit.plan import FILES, Plan, public
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
-# Plans of runs that began earlier, in UTC, named hosts by words, not by what they are: the last
-# drop of that kind is of 2026-11-30 14:19, the first of today's kind of 15:39.
-TYPED: Final = datetime.datetime(2026, 11, 30, 15, 0)
 
 
 # What an engine, or a library that the evidence hook reads, is installed as.
@@ -55,6 +52,15 @@ def lane(row: Row) -> spec.Lane | None:
 def driver(known: spec.Lane | None, plan: Mapping[str, Any]) -> object:
     """How a drop was made: as its lane says, and only for an unknown lane as its plan says."""
     return known.workload.driver if known else plan.get("driver")
+
+
+def said(manifest: Manifest) -> Iterator[str]:
+    """What no check decides, and a reader must know."""
+    given = _dict(manifest.plan.get("extra_env"))
+    if given:
+        yield f"with ENV=: {_listed(f'{name}={value}' for name, value in given.items())}"
+    if manifest.git.get("dirty") == "yes":
+        yield "run from a checkout with changes that no commit holds"
 
 
 def checks(manifest: Manifest, known: spec.Lane | None) -> list[Check]:
@@ -92,16 +98,15 @@ def _check(name: str, outcome: Outcome, why: str, actual: str, manifest: Manifes
 
 def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
     """The plan beside what the lane's file here makes of the same choices. Where that file is
-    another than the drop was made with, this is noted: a row is not refuted by later tuning."""
+    another than the drop was made with, a difference may be later tuning: it refutes nothing, and
+    proves nothing, since a plan could claim any digest. Of a patch series the text may be another,
+    which its prose can make: that is noted."""
     from lanekit import planning  # noqa: PLC0415  (0.2 s, and no stranger's drop needs it)
 
     row = manifest.row
     unchanged = planning.digest(known, row.arm, row.profile) == manifest.plan.get("lane_sha256")
-    told, moved, forced = _planned_again(manifest, known)
+    told, moved = _planned_again(manifest, known)
     said = told or moved
-    if not unchanged and (lost := _without_args(manifest.plan, known.arms[row.arm])):
-        told = said = f"the commands lack the arm's own {_listed(lost)}"
-        forced = True  # a row of other arguments is another arm's: no proof of this one
     found = _check(
         "lane",
         "met" if not said else "failed" if unchanged and told else "unchecked",
@@ -113,36 +118,24 @@ def _as_lane(manifest: Manifest, known: spec.Lane) -> Check:
         else f"the lane has changed since, or the plan: {said}",
         manifest,
     )
-    noted = said and not forced and found.outcome == "unchecked"
-    severity: Severity = "noted" if noted else "required"
+    severity: Severity = "noted" if moved and not told else "required"
     return msgspec.structs.replace(found, severity=severity)
 
 
-def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str, bool]:
-    """Where a plan is not the lane's; where only a patch series is another, as its prose alone made
-    it before 2026-12; and whether a plan that is none can be laid to an older harness no more."""
+def _planned_again(manifest: Manifest, known: spec.Lane) -> tuple[str, str]:
+    """Where a plan is not the lane's; and where only a patch series is another, as its prose alone
+    made it before 2026-12."""
     from lanekit import planning  # noqa: PLC0415
 
     try:
         plan = msgspec.convert(manifest.plan, Plan)
         today = planning.again(plan, known)
-    except (msgspec.ValidationError, LookupError, ValueError) as error:
-        run = clock(manifest)
-        old = run is not None and run.window.first < TYPED
-        return f"cannot be planned again: {error}", "", not old
-    except ConfigError as error:
-        return f"cannot be planned again: {error}", "", False
+    except (msgspec.ValidationError, LookupError, ValueError, ConfigError) as error:
+        return f"cannot be planned again: {error}", ""
     differ = list(_differences(public(today), msgspec.to_builtins(plan), "plan"))
     series = {f"plan.patches.{name} " for name in plan.patches if name in today.patches}
     moved = [each for each in differ if each.startswith(tuple(series))] if series else []
-    return "; ".join(each for each in differ if each not in moved), "; ".join(moved), False
-
-
-def _without_args(plan: Mapping[str, Any], arm: spec.Arm) -> list[str]:
-    """Arguments of an arm that no planned command has."""
-    commands = [*_list(plan.get("services")), *_dict(plan.get("cells")).values()]
-    words = {str(x) for each in commands for x in _list(_dict(each).get("command"))}
-    return [x for x in arm.args if x not in words and not any(x in word for word in words)]
+    return "; ".join(each for each in differ if each not in moved), "; ".join(moved)
 
 
 def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
@@ -159,18 +152,20 @@ def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
 
 
 def _same(ours: object, theirs: object) -> bool:
-    """Equal, but for where a checkout stood: its lanes, its cache."""
+    """Equal, but for where a checkout stood: its lanes, its cache; and what a redacted path calls
+    the folder of a drop's files."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return ours == theirs
     pattern = re.escape(ours)
-    for folder in (paths.LANES, paths.CACHE):
-        pattern = pattern.replace(re.escape(str(folder)), r"/\S*")
+    for folder in (str(paths.LANES), str(paths.CACHE), f"/{FILES}/"):
+        pattern = pattern.replace(re.escape(folder), r"/\S*")
     return re.fullmatch(pattern, theirs) is not None
 
 
 def logs(plan: Mapping[str, Any], found: Iterable[str]) -> Check:
     """Every log is of a service or a cell that the plan started: what another program left there
-    is no evidence. found: logs of the drop, without what rotating or packing put behind."""
+    is no evidence, nor is a part that was put before or behind a log: no run of ours rotates one.
+    found: logs of the drop, without what packing put behind."""
     planned = {name for name in _planned_logs(plan) if name.startswith("logs/")}
     strange = sorted(set(found) - planned)
     return Check(
@@ -227,6 +222,8 @@ def _against_itself(manifest: Manifest) -> list[str]:
              if said != want]  # fmt: skip
     if manifest.patches != plan.get("patches"):
         wrong.append("other patches than planned")
+    if manifest.stack != plan.get("stack"):
+        wrong.append(f"stack {_shown(manifest.stack)}, planned {_shown(plan.get('stack'))}")
     if manifest.failure:
         wrong.append(f"complete, but it failed: {manifest.failure}")
     return [*wrong, *cells(row, plan), *_timed(manifest), *_times(manifest), *_started(manifest)]
@@ -332,6 +329,12 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
     gate = plan.get("gate")
     if isinstance(gate, dict) and arm.reference and not gate.get("reference"):
         wrong.append(f"answers compared with nobody, the lane has {arm.reference}")
+    given = _dict(plan.get("extra_env"))
+    wrong += [
+        f"ENV= made {name} {_shown(given[name])}, the arm is {value}"
+        for name, value in arm.env.items()
+        if given.get(name, value) != value
+    ]
     if sorted(manifest.patches) != sorted(arm.patches):
         wrong.append(f"patches {_listed(manifest.patches)}, the lane has {_listed(arm.patches)}")
     return wrong

@@ -299,16 +299,16 @@ class Run:
                 remedy="Read its log; raise deadline_s of the cell, or warm_s, if it is only slow.",
             )
         served = self._served.count() - self._before if self._served else 0
-        of = f", {served} of {cell.requests} requests" if cell.requests else ""
+        of = f", {served} of {cell.requests} requests" if cell.requests else f": {_last([task.log])}"
         self.progress.now(f"{name}: {spent:.0f} s{of}")
 
 
 def _last(logs: Sequence[Path]) -> str:
-    """What each log said last, one beside the other; on several hosts with the host in front."""
-    said = [(log.stem.rpartition("-")[0], *process.tail(log, 1)) for log in logs]
-    several = len(logs) > 1
+    """What each program said last, one beside the other; of several with the host in front."""
+    hosts = [f"{log.stem.rpartition('-')[0]} " if len(logs) > 1 else "" for log in logs]
     width = 110 // max(1, len(logs))
-    return " | ".join(" ".join(words if several else words[1:])[:width] for words in said)
+    found = zip(hosts, map(process.said, logs), strict=True)
+    return " | ".join(f"{host}{words}"[:width] for host, words in found)
 
 
 def _what(started: Process) -> str:

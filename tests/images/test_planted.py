@@ -38,22 +38,22 @@ FAULTS = {
         "env: OFI_NCCL_GIN_MAX_REQUESTS is exported",
     ),
     "a patch step that did nothing": (
-        "python /guard/guard.py expect reads=EP_NUM_COMMS"
+        "/tools/expect reads=EP_NUM_COMMS"
         f" && (grep -rl EP_NUM_COMMS {DEEP_EP} | xargs -r sed -i s/EP_NUM_COMMS/EP_NONE/)",
         "series: no file of deep_ep reads EP_NUM_COMMS",
     ),
 }
 
 
-GUARD = "RUN --mount=type=bind,from=guard,target=/guard"
+GUARD = "RUN --mount=from=guard,target=/guard --mount=from=tools,target=/tools"
 
 
 def build(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Build from a recipe, the guard at hand; an image is kept only where the options say so."""
     command = ["docker", "buildx", "build", "--progress=plain", *(options or ["-"])]
-    guard = f"--build-context=guard={images.IMAGES / 'guard'}"
+    mounts = [f"--build-context={name}={images.IMAGES / name}" for name in ("guard", "tools")]
     return subprocess.run(
-        [*command, guard, "--file=-"] if options else [*command, guard, "--output=type=cacheonly"],
+        [*command, *mounts, "--file=-" if options else "--output=type=cacheonly"],
         input=recipe, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"FROM {BASE}\nCOPY . /\nENV PYTHONPATH=/{tree.SITE} EP_NCCL_ROOT_DIR=/opt/nccl\n"
         f"RUN ln -s /{tree.SITE}/nvidia/* /opt && ln -s python3 /usr/bin/python"
         f" && printf '%s\\n' {places} >/etc/ld.so.conf.d/lanes.conf && ldconfig\n"
-        f"{GUARD} python /guard/guard.py expect {promised} && python /guard/guard.py check\n",
+        f"{GUARD} /tools/expect {promised} && python /guard/guard.py check\n",
         "--load", f"--tag={SMALL}", str(root),
     )  # fmt: skip
     assert made.returncode == 0, made.stderr

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lanekit import batch, contract, planning, spec
+from lanekit import answers, batch, contract, planning, spec
 from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan
 
 SHARED: Final = Path(
@@ -568,6 +568,44 @@ def training(folder: Path, world: int, arm: str = "alltoall") -> Path:
     return folder
 
 
+def asked(root: Path, lane: str, arm: str, profile: str, model: str = "none/none") -> str:
+    """Lay sound answers of an arm into a drop; returns the digest of the questions."""
+    held = answers.questions().ask
+    header = answers.Header(
+        questions=answers.digest(held),
+        lane=lane,
+        arm=arm,
+        profile=profile,
+        model=model,
+        dummy_weights=False,
+        drop=root.name,
+    )
+    found = [
+        answers.Answer(
+            prompt=prompt.id,
+            batch=batch,
+            tokens=tuple(f"{prompt.id}{n}" for n in range(held.tokens)),
+            logprobs=(-0.1,) * held.tokens,
+            top=tuple({f"{prompt.id}{n}": -0.1, "x": -4.0} for n in range(held.tokens)),
+            prompt_tokens=3,
+        )
+        for batch, prompt in held.places()
+    ]
+    (root / answers.NAME).parent.mkdir(parents=True)
+    (root / answers.NAME).write_bytes(answers.encode(header, found))
+    return header.questions
+
+
+def _with_gate(lines: list[str], name: str) -> list[str]:
+    """A server's log with the gate's requests before the others."""
+    first = next((n for n, line in enumerate(lines) if "POST" in line), len(lines) - 1)
+    count = range(len(answers.questions().ask.places()))
+    several = name.startswith(("routed", "picked"))
+    told = [answer(4 + n % 2 if several else 3) for n in count]
+    told += [PICKED % (n % 2 + 1) for n in count if name.startswith("picked")]
+    return [*lines[:first], *told, *lines[first:]]
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Change top-level fields of a JSON file; None removes one."""
     found = json.loads(path.read_text()) | changes
@@ -584,7 +622,8 @@ def drop(
     **other: Any,
 ) -> Path:
     """A complete drop of ours, judged by the contract `name`, its log edited, sealed. It holds the
-    records of c4 only. `plan` replaces fields of its plan, `other` of its manifest."""
+    records of c4 only, and a server's the answers of its gate, which has no reference, unless its
+    plan is given another. `plan` replaces fields of its plan, `other` of its manifest."""
     lane, arm, profile = SUBJECTS[name]
     (root / "logs").mkdir(parents=True)
     fleet = spec.profile(profile)
@@ -597,9 +636,14 @@ def drop(
         lines += micro(root / lane / "c4", exchanged(ranks))
     else:
         aiperf(root / "aiperf" / "c4")
+    plan = dict(plan or {})
+    if lane not in DRIVERS and "gate" not in plan:
+        said = asked(root, str(plan.get("lane", lane)), str(plan.get("arm", arm)), profile)
+        plan["gate"] = {"questions": said, "reference": ""}
+        lines = _with_gate(lines, name)
     written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
     (root / "logs" / written).write_text("\n".join(lines) + "\n")
-    full_plan = plan_of(name, cells) | dict(plan or {})
+    full_plan = plan_of(name, cells) | plan
     facts = {"gpus": [{"name": f"NVIDIA {fleet.gpu}"}] * fleet.gpus, "nics": ["x"] * fleet.nics}
     (root / "host").mkdir()
     for each_host in HOSTS if fleet.hosts > 1 else ("here",):

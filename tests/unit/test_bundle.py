@@ -1,5 +1,6 @@
 """Bundles: what goes in, the parts, and a real installation on this machine without an index."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -62,7 +63,7 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "lanes" / "one" / "lane.toml").write_text(
         'name="one"\ntitle="t"\nengine="e"\nstack="s"\n[model]\nsource="a/b"\nserved_name="b"\n'
         "[workload]\nisl=1\nosl=1\n[workload.cells]\nc1={concurrency=1,requests=1}\n"
-        '[arms.a]\ntitle="t"\ncontracts={h200x1="floor"}\n'
+        '[arms.a]\ntitle="t"\ncontracts={h200x1="v2-one"}\n'
         '[profiles.h200x1]\narm="a"\nenvironment="engine"\n[profiles.p5en-x2]\narm="a"\n'
     )
     monkeypatch.setattr(paths, "LOCKS", folder)
@@ -101,6 +102,29 @@ def test_a_lane_on_gpus_needs_a_deep_ep_wheel(locks: Path, tmp_path: Path) -> No
     assert "DEEPEP_WHEEL=" in caught.value.remedy
     with pytest.raises(ConfigError, match="no wheel at"):
         bundle.plan_environments("one", "h200x1", deepep_wheel=tmp_path / "x.whl", present=None)
+
+
+@pytest.mark.parametrize(
+    ("lane", "profile", "asks"),
+    [
+        ("vllm", "cpu", False),  # its lock holds NCCL, which PyPI's torch brings
+        ("vllm", "h200x1", False),  # one rank: nobody to exchange with
+        ("vllm", "h200x2", True),
+        ("micro", "h200x1", True),
+        ("megatron", "h200x1", False),
+    ],
+)
+def test_deep_ep_is_asked_for_where_an_arm_builds_a_buffer(
+    lane: str, profile: str, asks: bool
+) -> None:
+    refused = pytest.raises(ConfigError, match="needs deep_ep")
+    with refused if asks else contextlib.nullcontext():
+        bundle.plan_environments(lane, profile, deepep_wheel=None, present=None)
+
+
+def test_a_lane_with_tools_beside_its_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs router beside its engine"):
+        bundle.plan_environments("llmd", "cpu", deepep_wheel=None, present=None)
 
 
 def test_deep_ep_may_be_on_the_machine_already(locks: Path, tmp_path: Path) -> None:

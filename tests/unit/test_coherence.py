@@ -1,6 +1,5 @@
 """The coherence gate: each rule with the smallest answers that it alone refuses."""
 
-import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -413,11 +412,6 @@ def test_a_lone_prompt_is_not_garbage_for_being_alone() -> None:
     header = msgspec.structs.replace(HEADER, questions=answers.digest(asked))
     gate = coherence.Gate(asked, ALLOWED, "", Answers(header, (answer("a", 1),)), None)
     assert {each.id: each.outcome for each in coherence.checks(gate)}["answers-alike"] == "met"
-
-
-def test_a_drop_without_a_gate_is_shown_and_decides_nothing() -> None:
-    found = coherence.absent(coherence.SINCE - datetime.timedelta(seconds=1), "")
-    assert (found.outcome, found.severity, found.group) == ("unchecked", "noted", "answers")
 
 
 def test_only_what_is_not_met_says_what_to_do() -> None:

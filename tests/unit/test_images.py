@@ -1,11 +1,12 @@
 """The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from lanekit import contents, image_commands, images, registry, sbom
+from lanekit import contents, image_commands, images, pins, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -29,6 +30,20 @@ def test_the_graph_is_the_one_the_design_draws() -> None:
     assert above["nemo-rl"] == "megatron"
     assert images.ancestors("nemo-rl-v1") == ["megatron-v1", "transport-v1", "transport-base"]
     assert above["aiperf"] == above["vllm-cpu"] == "slim_base"
+
+
+def test_what_a_child_builds_on_is_asked_for_by_name_and_never_exported() -> None:
+    """Linked only, the docker driver exported it under its parent's tag (buildx 0.13.1)."""
+    assert images.asked(["nemo-rl", "aiperf"]) == [
+        "nemo-rl", "aiperf", "_megatron", "_transport-base", "_transport-v2",
+    ]  # fmt: skip
+    text = images.GRAPH.read_text()
+    for name in {parent for parent in images.parents().values() if parent in images.targets()}:
+        body = re.search(rf'^target "_{name}" \{{\n(.*?)^\}}', text, re.M | re.S)
+        assert body is not None, name
+        assert re.search(r'output += \["type=cacheonly"\]', body[1])
+        assert re.search(r"tags += \[\]", body[1])
+        assert 'target   = "made"' in body[1]
 
 
 def test_every_image_has_its_folder_with_a_readme() -> None:
@@ -98,11 +113,23 @@ def test_a_source_is_a_folder_a_file_or_a_url(tmp_path: Path) -> None:
     assert by_url["args"]["EFA_SHA256"]  # another place, the same bytes
 
 
+def test_a_git_source_is_its_pinned_commit_wherever_it_comes_from(tmp_path: Path) -> None:
+    def given(value: str) -> str:
+        made = images.definition("2026-07", images.roots({"SRC_NEMO_RL": value}))["target"]
+        return str(made["nemo-rl"]["contexts"]["src-nemo-rl"])
+
+    commit = pins.of_stack(pins.load(), "2026-07")["nemo_rl"].commit
+    assert given("") == f"https://github.com/NVIDIA-NeMo/RL.git#{commit}"
+    assert given("https://mirror.example/RL.git") == f"https://mirror.example/RL.git#{commit}"
+    assert given(str(tmp_path)) == str(tmp_path)
+
+
 def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Path) -> None:
     environ = {"SRC_EFA": str(tmp_path), "SHA256_EFA": "ab" * 32, "BASE_IMAGE": "mine:1"}
     made = images.definition("2026-07", images.roots(environ))["target"]
     assert made["transport-base"]["args"]["EFA_SHA256"] == "ab" * 32
     assert made["transport-base"]["labels"]["lanes.given"] == "base efa"
+    assert made["vllm"]["labels"]["lanes.given"] == "base efa"  # what its parents were given
     assert made["aiperf"]["labels"]["lanes.given"] == "base"
     pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]["labels"]
     assert pinned["lanes.given"] == ""
@@ -125,6 +152,34 @@ def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -
 def test_a_root_that_is_not_there_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         images.roots({option: "/nowhere/at/all"})
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "wanted"),
+    [
+        ("vllm", "2026-07", ["SRC_DEEPEP_WHEEL"]),
+        ("vllm", "current", []),
+        ("sglang-v1", "current", ["SRC_DEEPEP_V1_WHEEL"]),
+        ("nemo-rl", "2026-07", ["SRC_DEEPEP_WHEEL"]),
+        ("vllm-cpu", "2026-07", []),
+    ],
+)
+def test_a_wheel_that_no_index_holds_is_asked_for_before_the_first_step(
+    tmp_path: Path, name: str, stack: str, wanted: list[str]
+) -> None:
+    given = images.roots({option: str(tmp_path) for option in wanted})
+    images.require_given([name], stack, given, pins.load())
+    for option in wanted:
+        others = images.roots({other: str(tmp_path) for other in wanted if other != option})
+        with pytest.raises(ConfigError, match=f"no index holds: {option}$") as error:
+            images.build([name], stack, others)
+        assert f"{option}=FOLDER" in error.value.remedy
+
+
+def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
+    recipes = "".join(path.read_text() for path in images.IMAGES.glob("*/Dockerfile"))
+    for name in pins.load().given:
+        assert f"from=src-{name.replace('_', '-')}," in recipes
 
 
 def test_an_unknown_image_names_the_known_ones() -> None:
@@ -183,6 +238,14 @@ def test_a_lock_that_does_not_decode_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images.lock").write_text('{"2026-07": {"vllm": {"digest": 1}}}')
     with pytest.raises(ConfigError, match=r"images\.lock"):
         registry.read(tmp_path / "images.lock")
+
+
+def test_the_workflows_take_their_actions_by_commit() -> None:
+    paths = sorted((images.IMAGES.parent / ".github" / "workflows").glob("*.yml"))
+    used = [line for path in paths for line in path.read_text().splitlines() if "uses:" in line]
+    assert used
+    for line in used:
+        assert re.search(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+(\.\d+)+$", line), line
 
 
 def test_the_bill_names_every_package_and_is_the_same_twice() -> None:

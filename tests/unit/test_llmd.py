@@ -2,14 +2,28 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
+import drops
 import msgspec
 import pytest
 import yaml
 
-from lanekit import compose, contract, machine, paths, plan, planning, run, spec, variables
+from lanekit import (
+    compose,
+    contract,
+    lanes,
+    machine,
+    paths,
+    plan,
+    planning,
+    run,
+    spec,
+    variables,
+    verify,
+)
 from lanekit.drop import Drop
 from lanekit.errors import ConfigError
 
@@ -184,3 +198,40 @@ def test_the_router_accepts_its_arguments(bare: machine.Machine) -> None:
     at = router.command.index("--port")
     assert (str(port), policy, seconds) == (router.command[at + 1], "round_robin", 1)
     assert len(urls) == 2
+
+
+def routed(tmp_path: Path) -> Path:
+    """A copy of the committed row: a router before two engines on a CPU."""
+    (drop,) = [x for x in lanes.tracked() if x.name.endswith("cpu-llmd-router")]
+    return Path(shutil.copytree(drop, tmp_path / drop.name))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_engine_whose_answers_stand_in_another_s_log_stood_idle(
+    tmp_path: Path, alone: bool
+) -> None:
+    """Their lines still name a process of their own."""
+    drop = routed(tmp_path)
+    first, second = (drop / "logs" / f"host-1-{name}.log" for name in ("first", "second"))
+    lines = second.read_bytes().splitlines(keepends=True)
+    moved = [x for x in lines if b'HTTP/1.1" 200' in x]
+    second.write_bytes(b"".join(x for x in lines if x not in moved))
+    first.write_bytes(first.read_bytes() + b"".join(moved))
+    found = verify.verify(drops.seal(drop))
+    (spread,) = [x for x in found.checks if x.id == "requests-spread"]
+    assert (found.result, spread.outcome) == ("refuted", "failed")
+    if alone:  # a plan without engines behind the router is not the lane's
+        planned = json.loads((drop / "manifest.json").read_text())["plan"]
+        drops.edit_json(drop / "manifest.json", plan=planned | {"backends": []})
+        assert "lane" in verify.verify(drop).reason
+
+
+@pytest.mark.parametrize("name", ["picker.yaml", "envoy.yaml"])
+def test_a_program_s_file_of_another_plan_refutes(tmp_path: Path, name: str) -> None:
+    drop = routed(tmp_path)
+    planned = json.loads((drop / "manifest.json").read_text())["plan"]
+    planned["files"][name] += "x: 1\n"
+    drops.edit_json(drop / "manifest.json", plan=planned)
+    found = verify.verify(drop)
+    assert found.result != "proven"
+    assert f"plan.files.{name}" in next(x.actual for x in found.checks if x.id == "lane")

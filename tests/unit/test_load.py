@@ -565,7 +565,7 @@ def test_a_linked_log_is_not_read_twice(tmp_path: Path) -> None:
     """Its answered requests would count again."""
     root = drops.drop(tmp_path / "d", edit=lambda x: [y for n, y in enumerate(x) if n != 5])
     (root / "logs" / "more-server.log").symlink_to("here-server.log")
-    assert check(verify(root), "requests-served").actual == "7 lines"
+    assert check(verify(root), "requests-served").actual == "38 lines"
 
 
 # --- waivers
@@ -630,3 +630,26 @@ def test_fewer_requests_at_once_than_planned_refute(tmp_path: Path) -> None:
     slow = records(lambda _: [drops.record(n, start=drops.START + n) for n in range(8)])
     found = check(with_cell(tmp_path, slow), "records")
     assert (found.outcome, found.actual) == ("failed", "c4: 2 requests at once, not 4")
+
+
+@pytest.mark.parametrize(
+    ("metric", "right"),
+    [
+        ("request_latency", {"avg": 1370.0, "min": 1370.0, "p1": 1370.0, "p95": 1370.0}),
+        ("request_throughput", {"avg": 8 / 3.82, "p50": 7.0}),
+        ("total_output_tokens", {"avg": 1024.0}),
+        ("output_sequence_length", {"avg": 128.0, "max": 128.0}),
+        ("time_to_first_token", {"avg": 100.0, "p50": 100.0, "p99": 100.0, "p25": 100.0}),
+    ],
+)
+def test_every_statistic_of_a_summary_must_follow_from_its_records(
+    tmp_path: Path, metric: str, right: dict[str, float]
+) -> None:
+    """Those too that no row shows. Of a whole, only the average means anything."""
+    found = with_cell(tmp_path / "a", summary(**{metric: right}))
+    assert check(found, "records").outcome == "met"
+    name = list(right)[-1] if metric != "request_throughput" else "avg"
+    wrong = right | {name: right[name] * 1.01}
+    found = with_cell(tmp_path / "b", summary(**{metric: wrong}))
+    assert (found.result, check(found, "records").outcome) == ("refuted", "failed")
+    assert f"{metric} {name} " in check(found, "records").actual

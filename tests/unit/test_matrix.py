@@ -55,10 +55,29 @@ def test_an_arm_is_planned_wherever_it_fits(lane: str, arm: str, profile: str) -
     assert found.cells
     assert not [word for command in commands(found) for word in command if re.search(r"\$\{", word)]
     assert plan.render(found)
+    assert found.pins
     busy = {host.name for host in found.hosts}
     assert len(busy) == fleet.hosts
     assert sum(host.ranks for host in found.hosts) == found.ranks == fleet.ranks
     assert LANES[lane].workload.driver == "batch" or found.services
+
+
+@pytest.mark.parametrize(
+    ("lane", "arm", "held"),
+    [
+        ("vllm", "epnc8", {"vllm": "0.24.0", "nvidia-nccl-cu13": "2.30.4", "aiperf": "0.10.0"}),
+        ("vllm", "v1-ll", {"vllm": "0.24.0", "nvidia-nvshmem-cu13": "3.7.0"}),  # over the lock's
+        ("sglang", "v2-native", {"nvidia-nccl-cu13": "2.31.2", "sgl-deep-ep": "0.1.2.post1"}),
+        ("trtllm", "seam", {"tensorrt-llm": "0.21.0", "nvidia-nccl-cu13": "2.30.4"}),
+        ("llmd", "router", {"vllm-router": "0.1.17", "vllm": "0.24.0"}),
+    ],
+)
+def test_a_printed_plan_says_what_its_images_are_built_with(
+    lane: str, arm: str, held: dict[str, str]
+) -> None:
+    found = made(lane, arm, "p5en-x2").pins
+    assert found | held == found
+    assert lane != "trtllm" or "torch" not in found  # its wheel brings its own, in no lock
 
 
 @pytest.mark.parametrize(("lane", "arm", "profile"), REST)

@@ -158,3 +158,34 @@ def test_the_tail_of_a_log_survives_any_bytes(tmp_path: Path) -> None:
     path.write_bytes(b"a\n" * 100_000 + b"\xff\x00last\n")
     assert process.tail(path, 1) == ["\ufffd\x00last"]
     assert process.tail(tmp_path / "none", 1) == []
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "[W1130 18:25:03.843120488 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy",
+        "[rank0]:[W1130 18:25:03.843120488 ProcessGroupGloo.cpp:1] Warning: no interface",
+        "W1130 18:24:04.026000 3923 torch/utils/flop_counter.py:29] triton not found",
+        "(APIServer pid=3923) WARNING 11-30 18:24:23 [arg_utils.py:1590] The global random seed",
+        "x/torch/cuda.py:1: UserWarning: no CUDA here\n  warnings.warn(",
+        "host-1:5:5 [0] NCCL INFO Channel 21/0 : 0[0] -> 1[1] via P2P/CUMEM",
+        "[lane-evidence] v=1 armed host=vm pid=9654 rank=0 local_rank=0 world=1 nccl=2.28.9",
+        "\x1b[33mWARN\x1b[0m something\n\n(EngineCore pid=7) \n",
+    ],
+)
+def test_progress_shows_what_the_program_says_itself(tmp_path: Path, beside: str) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f"(EngineCore pid=7) \x1b[1mINFO\x1b[0m 11-30 loading shard 3\n{beside}\n")
+    assert process.said(log) == "INFO 11-30 loading shard 3"
+    log.write_text(f"{beside}\n")
+    assert process.said(log) == ""
+    assert process.said(tmp_path / "none") == ""
+
+
+def test_a_line_cut_by_the_window_is_no_word_of_anybody(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("x" * 70_000 + " end of a long one\n" + "  indented\n")
+    assert process.said(log) == ""
+    assert process.tail(log, 5) == ["  indented"]
+    log.write_text("y" * 70_000)
+    assert len(process.tail(log, 1)[0]) == 65536
