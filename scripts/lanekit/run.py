@@ -299,8 +299,9 @@ class Run:
                 remedy="Read its log; raise deadline_s of the cell, or warm_s, if it is only slow.",
             )
         served = self._served.count() - self._before if self._served else 0
-        of = f", {served} of {cell.requests} requests" if cell.requests else f": {_last([task.log])}"
-        self.progress.now(f"{name}: {spent:.0f} s{of}")
+        counted = f", {served} of {cell.requests} requests"
+        now = counted if cell.requests else f": {_last([task.log])}"
+        self.progress.now(f"{name}: {spent:.0f} s{now}")
 
 
 def _last(logs: Sequence[Path]) -> str:
