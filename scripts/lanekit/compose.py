@@ -20,13 +20,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import yaml
 
 from lanekit import drop as drops
-from lanekit import fleet, hosts, images, paths, process, ssh
+from lanekit import fleet, hosts, images, manifests, paths, process, ssh
 from lanekit.errors import HostLost, LaneError, ServerDied
 from lanekit.manifest import Manifest, Process
-from lanekit.plan import FILES, KEPT, CellPlan, Containers, Host, Plan, Service, is_secret
+from lanekit.plan import (
+    FILES,
+    IMAGE_USER,
+    KEPT,
+    KEYS,
+    CellPlan,
+    Containers,
+    Host,
+    Plan,
+    Service,
+    is_secret,
+)
 from lanekit.progress import Say
 from lanekit.spec import WARM
 
@@ -51,6 +63,8 @@ def document(plan: Plan, host: Host) -> dict[str, Any]:
         for service in plan.services
         if service.host == host.name
     }
+    if _keyed(plan):
+        services = {name: {**body, **_let_in(body)} for name, body in services.items()}
     for name, cell in _ending(plan):
         loader = held.images.get("aiperf", "") if name != WARM else ""
         led = Service(name, plan.hosts[0].name, cell.command, cell.env)
@@ -81,8 +95,8 @@ def _held(plan: Plan) -> Containers:
 
 
 def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, Any]:
-    held = _held(plan)
-    engine = image == held.images["server"]
+    engine = image == _held(plan).images["server"]
+    held = _engine(plan) if engine else _held(plan)
     home = held.keeps if engine else {"HOME": "/tmp"}
     body: dict[str, Any] = {
         "image": image,
@@ -116,6 +130,29 @@ def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, 
         # RDMA pins what it registers; the NICs are character devices of the host.
         body |= {"devices": ["/dev/infiniband:/dev/infiniband"], "ulimits": {"memlock": -1}}
     return body
+
+
+def _keyed(plan: Plan) -> bool:
+    """Whether mpirun on the leader starts the ranks of other hosts, through SSH."""
+    first = next((service.command for service in plan.services), ())
+    return len(plan.hosts) > 1 and manifests.kind(plan.driver, first) == "MPIJob"
+
+
+def _engine(plan: Plan) -> Containers:
+    """What the engine's containers get: SSH lets in nobody without a name, so what mpirun enters
+    runs as the user that the image knows."""
+    return msgspec.structs.replace(_held(plan), user=IMAGE_USER) if _keyed(plan) else _held(plan)
+
+
+def _let_in(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes of a service that waits for the run's key pair, which it gets into its memory
+    when it runs."""
+    uid, _, gid = IMAGE_USER.partition(":")
+    wait = f'until [ -e {KEYS}/known_hosts ]; do sleep 0.1; done; exec "$$@"'
+    return {
+        "command": ["sh", "-c", wait, "lane", *body["command"]],
+        "tmpfs": [*body["tmpfs"], f"{KEYS}:mode=700,uid={uid},gid={gid}"],
+    }
 
 
 _ALL_GPUS: Final = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
@@ -189,7 +226,8 @@ def launching(
                 drop.started(line.process)
         fleet.require(plan, list(lines.values()), say)
         ssh.everywhere(list(lines.values()), lambda line: _keep(plan, line))
-        yield ComposeLauncher(plan, lines, env, drop)
+        keys = ssh.keys(place) if _keyed(plan) else b""
+        yield ComposeLauncher(plan, lines, env, drop, keys=keys)
     finally:
         for line in lines.values():
             line.close()
@@ -224,8 +262,12 @@ class ComposeLauncher:
         lines: Mapping[str, ssh.Line],
         env: Mapping[str, str],
         drop: drops.Drop,
+        *,
+        keys: bytes = b"",
     ) -> None:
+        """keys: the run's key pair as an archive, for services that mpirun enters."""
         self._plan = plan
+        self._keys = keys
         self._lines = lines
         self._env = env
         self._drop = drop
@@ -311,6 +353,9 @@ class ComposeLauncher:
             try:
                 back = self._fill(line, container, cell)
                 container.start()
+                if self._keys and cell is None:
+                    _piped(line.docker, self._keys, "exec", "--interactive", container.id,
+                           "tar", "--extract", "--directory", KEYS)  # fmt: skip
             except BaseException:
                 line.docker.container.remove(container, force=True, volumes=True)
                 raise
@@ -325,15 +370,15 @@ class ComposeLauncher:
     def _fill(self, line: ssh.Line, container: "Container", cell: CellPlan | None) -> Path | None:
         """Give a container that cannot see this machine what it reads, and a folder to write to;
         returns the folder, where this machine wants its contents back."""
-        host, docker, held = line.host, line.docker, _held(self._plan)
+        host, docker, engine = line.host, line.docker, _engine(self._plan)
         for path in _copied(self._plan) if host.ssh else ():
             docker.copy(f"{path}/.", (container, path))
         if any(each.destination == KEPT for each in container.mounts):
-            _hand_over(docker, Path(held.home), container, held.user)
+            _hand_over(docker, Path(engine.home), container, engine.user)
         if cell is None or not cell.artifacts or not (host.ssh or host.node_rank):
             return None
         folder = Path(self._plan.drop) / cell.artifacts
-        _hand_over(docker, folder, container, held.user)
+        _hand_over(docker, folder, container, _held(self._plan).user)
         return None if host.node_rank else folder
 
 
@@ -362,8 +407,13 @@ def _hand_over(docker: "DockerClient", folder: Path, container: "Container", use
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         tar.addfile(entry)
-    words = [*docker.client_config.docker_cmd, "cp", "-", f"{container.id}:{folder.parent}"]
-    done = subprocess.run(words, input=archive.getvalue(), capture_output=True, check=False)
+    _piped(docker, archive.getvalue(), "cp", "-", f"{container.id}:{folder.parent}")
+
+
+def _piped(docker: "DockerClient", archive: bytes, *words: str) -> None:
+    """Run a docker command that reads an archive: its client library knows no way to."""
+    command = [*docker.client_config.docker_cmd, *words]
+    done = subprocess.run(command, input=archive, capture_output=True, check=False)
     if done.returncode:
         raise ValueError(done.stderr.decode(errors="replace"))
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from lanekit import paths, process, spec
-from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, is_secret
+from lanekit.plan import KEPT, KEYS, CellPlan, Host, Plan, Service, is_secret
 from lanekit.spec import WARM
 
 LABEL: Final = "lanes.run"
@@ -173,20 +173,20 @@ def _lws(plan: Plan) -> Object:
 
 
 def _mpi(plan: Plan) -> Object:
-    """The operator makes the keys and lets mpirun's ranks in: a worker runs what it says."""
-    leader = [s for s in plan.services if s.host == plan.hosts[0].name]
-    workers = _pod(plan, [s for s in plan.services if s.host == plan.hosts[-1].name], index="")
-    for container in workers["spec"]["containers"]:
-        container["command"] = ["/usr/sbin/sshd", "-De"]
-        # sshd must become the user it lets in; the operator's keys belong to root.
-        container["securityContext"] = {"capabilities": {"add": ["SYS_CHROOT"]}}
+    """mpirun's ranks are let into every worker by the key pair that the operator makes."""
+    leader, worker = ([s for s in plan.services if s.host == host.name]
+                      for host in (plan.hosts[0], plan.hosts[-1]))  # fmt: skip
+    workers = _pod(plan, worker, index="")
+    for container in workers["spec"]["containers"]:  # its program is the same on all of them
+        container["command"][2] = f"exec /bin/sh {SHARE}/{container['name']}-1.sh"
     launcher = _pod(plan, leader, index="", load=True)
     replicas = {"Launcher": (1, launcher), "Worker": (len(plan.hosts) - 1, workers)}
     return {
         "apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": _metadata(plan),
         "spec": {
             "slotsPerWorker": plan.hosts[0].ranks, "runLauncherAsWorker": True,
-            "mpiImplementation": "OpenMPI", "launcherCreationPolicy": "WaitForWorkersReady",
+            "mpiImplementation": "OpenMPI", "sshAuthMountPath": KEYS,
+            "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {"cleanPodPolicy": "All", "backoffLimit": 0},
             "mpiReplicaSpecs": {
                 role: {"replicas": count, "restartPolicy": "Never", "template": pod}

@@ -13,6 +13,8 @@ import msgspec
 SCHEMA: Final = 1
 FILES: Final = "files"  # of a drop: what the plan lays out for its programs
 KEPT: Final = "/kept"  # in a container: what its host keeps
+IMAGE_USER: Final = "10001:10001"  # the user that every image knows by name
+KEYS: Final = "/lane/ssh"  # of containers: the key pair by which mpirun enters other hosts'
 # A token is secret; a number of TOKENS, as in every cap of DeepEP V2, is a measure.
 SECRET: Final = re.compile(r"TOKEN(?!S)|SECRET|PASSWORD|CREDENTIAL|KEY")
 HIDDEN: Final = "(hidden)"

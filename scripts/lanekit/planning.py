@@ -36,6 +36,7 @@ from lanekit.errors import ConfigError
 from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
+    IMAGE_USER,
     INHERITED,
     SCHEMA,
     CellPlan,
@@ -50,7 +51,6 @@ from lanekit.plan import (
 
 LAUNCHERS: Final = ("process", "compose", "kubernetes", "slurm")
 IMAGE_PYTHON: Final = "/opt/lane/bin/python"  # in every image
-NOBODY_IN_PARTICULAR: Final = "10001:10001"  # the images' user, where root runs the harness
 SERVER: Final = "server"
 AIPERF: Final = "aiperf"
 SEVERAL: Final = tuple(  # words that become several
@@ -401,7 +401,7 @@ def choose(options: Options, here: machine.Machine) -> Choice:
         stack = declared.stack or lane.stack
         ask = _image if launcher == "compose" else _published
         held = {n: ask(i, stack, options, fleet[0]) for n, i in names.items()}
-        containers = _containers(held, profile, here, drop)
+        containers = _containers(held, profile, here, drop, launcher)
     else:
         server = _environment(setting.environment, options.server_python, names[SERVER])
         environments = {SERVER: server}
@@ -428,14 +428,19 @@ def choose(options: Options, here: machine.Machine) -> Choice:
 
 
 def _containers(
-    held: dict[str, str], profile: spec.Profile, here: machine.Machine, drop: Path
+    held: dict[str, str],
+    profile: spec.Profile,
+    here: machine.Machine,
+    drop: Path,
+    launcher: str,
 ) -> Containers:
     """The images by digest and what their containers may use."""
     uid, gid = os.getuid(), os.getgid()
     return Containers(
         project=re.sub(r"[^a-z0-9_-]", "-", f"lanes-{drop.name}".lower()),
         images=held,
-        user=f"{uid}:{gid}" if uid else NOBODY_IN_PARTICULAR,
+        # Who this is here is nobody in a cluster.
+        user=f"{uid}:{gid}" if uid and launcher == "compose" else IMAGE_USER,
         memory=(here.memory_mib << 20) * 4 // 5,
         gpus=profile.gpus,
         nics=profile.nics,

@@ -7,7 +7,9 @@ watched by SSH itself; when it ends, everything that goes over it fails at once.
 """
 
 import contextlib
+import io
 import subprocess
+import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lanekit import hosts, images, process
-from lanekit.errors import HostLost
+from lanekit.errors import ConfigError, HostLost
 from lanekit.manifest import Process
 from lanekit.plan import Host
 
@@ -141,6 +143,37 @@ class Line:
             if self.host.ssh
             else "That is this machine.",
         )
+
+
+def keys(place: Path) -> bytes:
+    """A new key pair as a tar archive, under the names that Kubernetes' MPI operator gives its own:
+    `id_rsa` is both what a client shows and how a daemon is known, to all that hold it. Nothing of
+    it stays in `place`.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    path = place / "id_rsa"
+    ask = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lane", "-f", str(path)]
+    try:
+        subprocess.run(ask, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+        private, public = path.read_bytes(), path.with_suffix(".pub").read_bytes()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"ssh-keygen makes no key: {error}", remedy="Install openssh-client."
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".pub").unlink(missing_ok=True)
+    # The last one tells who waits that all are there.
+    files = {"id_rsa": private, "authorized_keys": public, "known_hosts": b"* " + public}
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(text), 0o600
+            tar.addfile(entry, io.BytesIO(text))
+    return archive.getvalue()
 
 
 def _last(text: str) -> str:

@@ -1,11 +1,32 @@
 """The rig, where this machine can have one."""
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.hosts import rig as rigs
 
+from lanekit import images
+
 NEEDED = ("vllm-cpu",)
+MPI = """\
+FROM {parent}
+USER root
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends \\
+    openmpi-bin openssh-client openssh-server && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+"""
+
+
+def build_mpi() -> None:
+    """An image with an MPI of Debian's and SSH, where Debian can be reached: before the rig, whose
+    engines see what images this machine has when they start."""
+    stack = images.DEFAULT_STACK
+    ask = ["docker", "build", "--quiet", "--network=host", "--tag"]
+    subprocess.run(
+        [*ask, images.local("mpi-probe", stack), "-"], check=False, capture_output=True, text=True,
+        input=MPI.format(parent=images.local("vllm-cpu", stack)),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +38,7 @@ def rig() -> Iterator[rigs.Rig]:
     )  # fmt: skip
     if why:
         pytest.skip(why)
+    build_mpi()
     with rigs.up() as found:
         yield found
     assert rigs.strays() == []

@@ -7,17 +7,21 @@ The program is the gloo arm of the micro lane, whose ranks meet over the network
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.hosts.rig import Rig, Side, held
 
-from lanekit import alone, drop, model, registry, triage, verify
+from lanekit import alone, drop, model, paths, registry, triage, verify
 from lanekit.errors import ImageFailed
 from lanekit.manifest import Manifest
 
@@ -218,6 +222,81 @@ def test_a_host_that_is_cut_off_in_a_sweep_ends_it_and_is_named(
 def swept(drop: Path) -> int:
     """How many completions the leader has answered."""
     return (drop / "logs" / "lanes-a-server.log").read_bytes().count(b"POST /v1/completions")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_mpirun_starts_ranks_on_both_hosts_by_a_key_of_this_run(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """A real Open MPI (Debian's 4.1.4) in our containers, with the trtllm lane's own roles."""
+    if not (held("mpi-probe") and held("aiperf")):
+        pytest.skip("needs the images mpi-probe (made where Debian's mirror answers) and aiperf")
+    monkeypatch.setenv("LANES_FOLDER", str(like_trtllm(tmp_path / "lanes")))
+    child = fleet.start(lane="mpi")
+    fleet.until(lambda: fleet.manifest().state == "ready", child)
+    log = fleet.newest() / "logs" / "lanes-a-server.log"
+    for rank, host in enumerate(("lanes-a", "lanes-b")):
+        said = f"rank {rank} on {host}: HOME=/kept/10001 LANE_SAID=two words"
+        fleet.until(partial(says, log, said), child)
+    keys = [key_of(side) for side in fleet.rig.sides]
+    assert keys[0] == keys[1]
+    assert not [place for place in written(fleet) if keys[0] in place]
+    if killed:
+        (pid,) = [
+            p for p in fleet.b.pids() if b"rank.py" in cmdline(p) and b"orted" not in cmdline(p)
+        ]
+        os.kill(pid, signal.SIGKILL)
+    else:
+        (fleet.results / "seen").touch()
+    _, said = fleet.end(child)
+    assert fleet.manifest().state == ("failed" if killed else "complete"), said
+    assert ("container server on lanes-a ended" in said) == killed
+
+
+def like_trtllm(folder: Path) -> Path:
+    """A folder of one lane, whose mpirun and roles are word for word those of the trtllm lane."""
+    lane, real = Path(__file__).parent / "lanes" / "mpi", paths.LANES / "trtllm"
+    made = Path(shutil.copytree(lane, folder / "mpi"))
+    roles = re.search(
+        r"^\[roles\.leader\].*?(?=^\[profiles)", (real / "lane.toml").read_text(), re.M | re.S
+    )
+    assert roles
+    (made / "lane.toml").write_text(f"{(lane / 'lane.toml').read_text()}\n{roles[0]}")
+    found = yaml.safe_load((real / "serve.yaml").read_text())
+    words = found["services"]["server"]["command"].partition(" trtllm-llmapi-launch ")[0]
+    mpirun = words.replace("/opt/amazon/openmpi/bin/mpirun", "/usr/bin/mpirun")
+    program = "python ${LANE_HOME}/rank.py ${LANE_PORT}"
+    found["services"]["server"]["command"] = f"{mpirun} {program}"
+    (made / "serve.yaml").write_text(yaml.safe_dump(found))
+    return folder
+
+
+def says(log: Path, words: str) -> bool:
+    """Whether a log holds some words."""
+    return words in log.read_text()
+
+
+def key_of(side: Side) -> bytes:
+    """The middle of the private key in a host's container."""
+    (container,) = side.docker("ps", "--quiet").split()
+    text = side.docker("exec", container, "cat", "/lane/ssh/id_rsa").splitlines()
+    assert "PRIVATE KEY" in text[0]
+    return text[2].encode()
+
+
+def cmdline(pid: int) -> bytes:
+    """A process's words."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def written(fleet: Fleet) -> Iterator[bytes]:
+    """All of a run that somebody else may read: drop, process list, containers' settings."""
+    yield from (path.read_bytes() for path in fleet.newest().rglob("*") if path.is_file())
+    yield from (cmdline(int(pid.name)) for pid in Path("/proc").glob("[0-9]*"))
+    for side in fleet.rig.sides:
+        yield side.docker("inspect", *side.docker("ps", "--quiet").split()).encode()
 
 
 def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:

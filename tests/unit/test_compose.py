@@ -130,6 +130,42 @@ def test_a_remote_host_gets_volumes_of_its_own_and_nothing_of_this_machine(two: 
         assert body["extra_hosts"] == ["ip-10-0-0-1=10.0.0.1", "ip-10-0-0-2=10.0.0.2"]
 
 
+@pytest.fixture
+def entered(bare: machine.Machine, checkout: Path) -> Plan:
+    """A lane whose ranks mpirun starts on two hosts."""
+    options = planning.Options(
+        lane="trtllm", profile="p5en-x2", hosts="10.0.0.1,10.0.0.2", start=False
+    )
+    made = planning.make(options, bare)
+    assert made.containers is not None
+    held = msgspec.structs.replace(made.containers, user="1000:1000")
+    return msgspec.structs.replace(made, containers=held)
+
+
+def test_what_mpirun_enters_waits_for_a_key_in_its_memory(entered: Plan) -> None:
+    for host in entered.hosts:
+        services = compose.document(entered, host)["services"]
+        body = services["server"]
+        assert body["command"][:2] == ["sh", "-c"]
+        assert 'exec "$$@"' in body["command"][2]
+        assert "/lane/ssh:mode=700,uid=10001,gid=10001" in body["tmpfs"]
+        assert body["user"] == "10001:10001"  # a name that SSH can look up, unlike 1000
+        loaders = [each for name, each in services.items() if name != "server"]
+        assert {each["user"] for each in loaders} <= {"1000:1000"}
+        assert not any("/lane/ssh" in str(each) for each in loaders)
+    leader, worker = (compose.document(entered, h)["services"]["server"] for h in entered.hosts)
+    assert leader["command"][4].endswith("mpirun")
+    assert worker["command"][4].endswith("sshd")
+    port = str(entered.ports["ssh"])
+    assert f"-p {port} " in " ".join(leader["command"])
+    assert worker["command"][worker["command"].index("-p") + 1] == port
+
+
+def test_nobody_else_gets_a_key(plan: Plan, two: Plan) -> None:
+    for each in (plan, two):
+        assert "/lane/ssh" not in str(compose.document(each, each.hosts[0]))
+
+
 def test_each_host_runs_its_own_rank(two: Plan) -> None:
     said = [compose.document(two, h)["services"]["batch-decode"]["command"] for h in two.hosts]
     assert [words[words.index("--node-rank") + 1] for words in said] == ["0", "1"]

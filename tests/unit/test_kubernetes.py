@@ -74,6 +74,7 @@ OURS: dict[str, Any] = {
             "type": "object", "additionalProperties": False, "required": ["mpiReplicaSpecs"],
             "properties": {
                 "slotsPerWorker": {"type": "integer"}, "runLauncherAsWorker": {"type": "boolean"},
+                "sshAuthMountPath": {"type": "string"},
                 "mpiImplementation": {"enum": ["OpenMPI", "Intel", "MPICH"]},
                 "launcherCreationPolicy": {"enum": ["AtStartup", "WaitForWorkersReady"]},
                 "runPolicy": {

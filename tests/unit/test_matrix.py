@@ -5,10 +5,13 @@ Whatever lane, arm or profile is added is covered: all of it comes from the file
 
 import itertools
 import re
+import shlex
 
+import drops
 import pytest
+import yaml
 
-from lanekit import contract, images, machine, plan, planning, spec, variables
+from lanekit import contract, images, machine, paths, plan, planning, spec, variables
 from lanekit.errors import ConfigError
 
 LANES = {name: spec.lane(name) for name in spec.lane_names()}
@@ -108,6 +111,35 @@ def test_no_reader_is_stated_for_a_variable_that_nobody_sets() -> None:
     # What HOSTS= adds for a host whose interface it names.
     seen["vllm"] |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     assert list(variables.unused(LANES, seen)) == []
+
+
+@drops.needs_published
+@pytest.mark.parametrize(("arm", "profile"), [row[1:] for row in FITS if row[0] == "trtllm"])
+def test_trtllm_is_given_options_that_its_pinned_release_took(arm: str, profile: str) -> None:
+    """TensorRT-LLM's wheel cannot be had here, so no parser can be asked; what 0.21.0 was started
+    with on 2026-07-07, and took, stands in a published log. Its settings file it prints, too."""
+    log = drops.PUBLISHED / "trtllm-deepep-dropin-20260707" / "trtllm" / "serve_log_head.log"
+    text = log.read_text(errors="replace")
+    started = next(line for line in text.splitlines() if line.startswith("+ mpirun "))
+    asked = shlex.split(started.partition("trtllm-serve ")[2])
+    server = made("trtllm", arm, profile).services[0].command
+    ours = server[server.index("trtllm-serve") + 1 :]
+    given, values = ({w: v for w, v in zip(words, [*words[1:], ""], strict=True)
+                      if w.startswith("-")} for words in (ours, asked))  # fmt: skip
+    assert given.keys() <= values.keys()
+    assert {w for w in given if given[w] != values[w]} == {
+        "--host", "--port", "--extra_llm_api_options",
+    }  # fmt: skip
+    assert (ours[0], asked[0]) == ("serve", "serve")
+    options = yaml.safe_load((paths.LANES / "trtllm" / "options.yaml").read_text())
+    assert options.pop("enable_attention_dp") is True  # without it no all-to-all is selected
+    for name, value in options.items():
+        assert re.search(rf"PyTorchConfig\(.*\b{name}='?{value}\b", text), name
+    env = made("trtllm", arm, profile).services[0].env
+    assert arm != "seam" or all(
+        f"-x {name}={env[name]} " in started
+        for name in ("TRTLLM_CAN_USE_DEEP_EP", "TRTLLM_MOE_DISABLE_ALLTOALLV")
+    )
 
 
 def test_a_fleet_of_several_hosts_shows_what_each_of_them_runs() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lanekit import contract, machine, paths, plan, planning, spec
+from lanekit import contract, images, machine, paths, plan, planning, spec
 from lanekit.errors import ConfigError
 
 
@@ -166,7 +166,12 @@ def test_mpirun_hands_on_every_variable_by_name(bare: machine.Machine) -> None:
     made = planning.make(planning.Options(lane="trtllm", profile="p5en-x2", start=False), bare)
     server, worker = made.services
     handed = {b for a, b in zip(server.command, server.command[1:], strict=False) if a == "-x"}
-    assert handed == set(server.env)
+    # The rest is what the image and the launcher set: SSH hands on nothing.
+    image = {"PATH", "CUDA_HOME", "EP_NCCL_ROOT_DIR", "PYTHONUNBUFFERED"}
+    assert made.containers is not None
+    assert handed == {*server.env, *image, *made.containers.keeps}
+    held = "".join(path.read_text() for path in images.IMAGES.glob("transport-*/Dockerfile"))
+    assert [name for name in sorted(image) if f"{name}=" not in held] == []
     assert server.command[server.command.index("--host") + 1] == "host-1,host-2"
     assert worker.command[0].endswith("sshd")
 
