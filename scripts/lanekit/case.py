@@ -461,7 +461,8 @@ def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]
         arms = ", ".join(dict.fromkeys(f"{row.lane}/{row.arm}" for row in table))
         raise ConfigError(
             f"{drop}: no manifest, and neither path nor options tell a known lane and arm",
-            remedy=f"Give --lane, --arm and --profile. Known without manifest: {arms}.",
+            remedy="Give --lane, --arm and --profile (make: LANE=, ARM=, PROFILE=). "
+            f"Known without manifest: {arms}.",
         )
     row = fits[0]
     fleet = given["profile"] or next((n for n in row.contracts if n in words), row.profile)

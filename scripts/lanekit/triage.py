@@ -81,7 +81,8 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What was found. began: the first exception of the process that died, when another one."""
+    """What was found. began: the first exception of the process that died, when another one.
+    ended: the manifest says that the run came to its end."""
 
     root: str
     state: str
@@ -89,11 +90,12 @@ class Found(msgspec.Struct, frozen=True):
     first: Event | None = None
     began: Event | None = None
     others: tuple[Event, ...] = ()
+    ended: bool = False
 
     @property
     def exit_code(self) -> int:
-        """0 a cause was named, 2 none was found."""
-        return 0 if self.first else 2
+        """0 a cause was named, or nothing failed; 2 none was found."""
+        return 0 if self.first or (self.ended and not self.others) else 2
 
 
 def signatures() -> tuple[Signature, ...]:
@@ -121,7 +123,9 @@ def triage(root: Path) -> Found:
     if manifest and manifest.failure and not any(_decides(e) for e in events):
         events += _of_manifest(manifest.failure, table, near)
     state = f"{manifest.state}: {manifest.failure or 'no failure recorded'}" if manifest else ""
-    return _decided(Found(str(root), state, len(wanted)), sorted(events, key=lambda e: e.order))
+    ended = manifest is not None and manifest.state == "complete" and not manifest.failure
+    found = Found(str(root), state, len(wanted), ended=ended)
+    return _decided(found, sorted(events, key=lambda e: e.order))
 
 
 def _decides(event: Event) -> bool:
@@ -256,7 +260,8 @@ def _shown(found: Found) -> Iterator[str]:
         yield f"manifest: {found.state}"
     first = found.first
     if first is None:
-        yield f"\nno failure found in {found.logs} logs"
+        fine = found.exit_code == 0
+        yield f"\n{'nothing failed' if fine else 'no failure found'} in {found.logs} logs"
         yield from _folded(found.others)
         if found.others:
             yield "Symptoms alone: the log of whoever died first is not here. Fetch every rank's."

@@ -159,6 +159,10 @@ def test_what_falls_over_while_being_stopped_did_not_fail(tmp_path: Path) -> Non
 def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
     drop = drops.drop(tmp_path / "drop")
     assert "manifest: complete: no failure recorded" in said(drop)
+    assert "nothing failed in " in said(drop)
+    assert triage.triage(drop).exit_code == 0
+    drops.edit_json(drop / "manifest.json", state="interrupted")
+    assert triage.triage(drop).exit_code == 2
     failure = "LaneError: the disk of DIR is full: No space left on device"
     drops.edit_json(drop / "manifest.json", state="failed", failure=failure)
     text = said(drop)

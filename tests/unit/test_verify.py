@@ -802,6 +802,7 @@ def test_an_unknown_lane_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(LaneError) as caught:
         verify(tmp_path, lane="nonesuch")
     assert "trtllm/seam" in caught.value.remedy
+    assert "LANE=" in caught.value.remedy, "a make user has no --lane"
 
 
 def test_a_drop_made_for_the_buffer_s_contract_is_judged_by_the_engine_s(tmp_path: Path) -> None:
