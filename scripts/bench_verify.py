@@ -6,10 +6,10 @@ Both look for the same patterns in the same files, in turns, caches warm, best o
 is what two hosts of eight ranks leave: NCCL's start-up lines for every rank, then request lines and
 engine statistics. ripgrep must be installed; it is Debian's package of that name.
 
-Measured on 2026-11-30, 4.3 GB in memory on two cores that others kept busy (load 8 to 12), wall and
-processor seconds: verify 5.8 and 2.5, ripgrep 17.8 and 7.9 in the same run; with a manifest, so with
-the sha256 of it all, 12.6 and 6.0 beside 19.2 and 7.9; without Hyperscan 39.0 and 17.6 beside 15.6 and
-7.8. At most 54 MiB in one process each time.
+Measured on 2026-11-30, 4.3 GB in memory on two cores that others kept busy (load 8 to 12), wall
+and processor seconds: verify 5.8 and 2.5, ripgrep 17.8 and 7.9 in the same run; with a manifest, so
+with the sha256 of it all, 12.6 and 6.0 beside 19.2 and 7.9; without Hyperscan 39.0 and 17.6 beside
+15.6 and 7.8. At most 54 MiB in one process each time.
 """
 
 import argparse

@@ -220,11 +220,17 @@ def test_after_a_near_tie_nothing_more_is_compared() -> None:
     assert "14 positions compared (13 decisive), worst 0.100 nats" in found.actual
 
 
-def test_a_flat_model_proves_nothing() -> None:
+@pytest.mark.parametrize(("dummy", "severity"), [(True, "noted"), (False, "required")])
+def test_a_flat_model_proves_nothing(dummy: bool, severity: str) -> None:
+    """Of a model without weights nothing else is to be had."""
     flat = sound(first=-1.0, second=-1.1)
-    found = judged(flat, Answers(DENSE.header, flat.answers))
+    ours, theirs = (
+        Answers(msgspec.structs.replace(x.header, dummy_weights=dummy), flat.answers)
+        for x in (flat, DENSE)
+    )
+    found = judged(ours, theirs)
     for name in ("answers-batches", "answers-reference"):
-        assert (found[name].outcome, found[name].severity) == ("unchecked", "noted")
+        assert (found[name].outcome, found[name].severity) == ("unchecked", severity)
         assert "too few decisive" in found[name].actual
 
 
