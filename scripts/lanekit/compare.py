@@ -42,7 +42,9 @@ def measured(verdict: Verdict, cell: str) -> dict[str, float]:
     for step in verdict.steps:
         if (step.cell, step.role) == (cell, "arm") and step.step:  # 0 is the warm-up
             found |= {f"loss_{step.step}": step.loss, f"grad_norm_{step.step}": step.grad_norm}
-    found |= _grpo([row for row in verdict.steps if row.cell == cell])
+    steps = [row for row in verdict.steps if row.cell == cell]
+    found["efa_tx_gb"] = next((row.sent / 1e9 for row in steps if row.sent is not None), None)
+    found |= _rollout(steps) if cell == "rollout" else _grpo(steps)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -54,7 +56,14 @@ def _micro(rows: Sequence[MicroRow]) -> Mapping[str, float]:
     mode = "graph" if any(row.mode == "graph" for row in shaped) else "eager"
     times = {row.op: row.p50_us for row in shaped if row.mode == mode}
     found = {f"{op}_p50_us": times[op] for op in ("dispatch", "combine") if op in times}
-    return found | ({"dc_p50_us": sum(found.values())} if len(found) == 2 else {})
+    both = sum(found.values())
+    return found | ({"dc_p50_us": both, "dc_p50_ms": both / 1e3} if len(found) == 2 else {})
+
+
+def _rollout(rows: Sequence[StepRow]) -> Mapping[str, float]:
+    """All steps of the arm, its first with DeepEP's compiler in it, as published."""
+    times = [row.ms for row in rows if row.role == "arm" and row.ms is not None]
+    return {"rollout_s": sum(times) / 1e3} if times else {}
 
 
 def _grpo(rows: Sequence[StepRow]) -> Mapping[str, float]:

@@ -58,13 +58,15 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Figures of one row in one published run: metric -> value as printed, so its last digit is
     the precision that was published. why: what limits them; never empty when not supported.
-    retired: an arm that this project does not carry."""
+    retired: an arm that this project does not carry. bars: metric -> what it had to reach there,
+    whatever was measured."""
 
     name: str
     run: str
     file: str
     evidence: Evidence
     figures: dict[str, int | float]
+    bars: dict[str, int | float] = {}
     supported: bool = True
     why: str = ""
     retired: bool = False

@@ -288,11 +288,21 @@ def _beside_published(known: Published, found: Sequence[compare.Line]) -> list[s
                 "-" if line.measured is None else f"{line.measured:.1f}",
                 str(line.figure.value),
                 "-" if line.difference is None else f"{line.difference:+.1%}",
-                line.standing,
+                f"{line.standing}{_bar(known, line)}",
                 f"{backing(line.figure.row)}; {run.profile}, {run.date}",
             )
         )
     return _grid(rows)
+
+
+def _bar(known: Published, line: compare.Line) -> str:
+    """Whether a figure meets the bar that was set for it, wherever it was measured."""
+    bar = line.figure.row.bars.get(line.figure.metric)
+    if bar is None or line.measured is None:
+        return ""
+    higher = known.metrics[line.figure.metric].better == "higher"
+    met = line.measured >= bar if higher else line.measured <= bar
+    return f", bar {bar:g} {'met' if met else 'missed'}"
 
 
 def _beside_own(known: Published, name: Name, verdict: Verdict, folder: Path) -> list[str]:

@@ -340,7 +340,9 @@ RULES: Final = {
 
 def rows(cell: str, records: Iterable[Record]) -> list[StepRow]:
     """One row a step of each role, the warm-up as step 0."""
-    return [
+    records = list(records)
+    sent = next((record.tx_bytes for record in records if record.kind == "bytes"), None)
+    found = [
         StepRow(
             cell=cell,
             role=record.role,
@@ -354,3 +356,4 @@ def rows(cell: str, records: Iterable[Record]) -> list[StepRow]:
         for record in records
         if record.kind == "step" and record.step is not None
     ]
+    return [*found[:-1], *(msgspec.structs.replace(last, sent=sent) for last in found[-1:])]

@@ -81,7 +81,8 @@ class MicroRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training step. role: `reference` or `arm`; step 0 is the warm-up. loss in nats, grad_norm
     over all ranks, ms: wall time of the slowest rank; None is a figure that was not there. seconds:
-    the named parts of a step, where its program times them."""
+    the named parts of a step, where its program times them. sent: bytes that the NICs of all hosts
+    sent during the arm's steps, on the last of them."""
 
     cell: str
     role: str
@@ -91,6 +92,7 @@ class StepRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_norm: float | None
     ms: float | None
     seconds: dict[str, float] = {}
+    sent: int | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

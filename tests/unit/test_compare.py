@@ -96,6 +96,7 @@ def test_micro_takes_the_captured_fp8_times_of_the_published_shape() -> None:
     assert found["dispatch_p50_us"].measured == 180.0
     assert found["dc_p50_us"].measured == 430.0
     assert compare.reproduced(KNOWN, list(found.values())) is True
+    assert compare.measured(verdict, "decode")["dc_p50_ms"] == 0.43  # as V1's is published
 
 
 def test_micro_falls_back_to_eager_where_nothing_was_captured() -> None:
@@ -108,14 +109,30 @@ def test_micro_falls_back_to_eager_where_nothing_was_captured() -> None:
 def test_training_steps_stand_beside_published_ones_and_decide_nothing() -> None:
     """Their driver drew other weights and tokens: a loss is shown, and is no headline."""
     steps = tuple(
-        StepRow("steps", role, "v2", step, 20.0 + step, 30.0, 1.0)
+        StepRow("steps", role, "v2", step, 20.0 + step, 30.0, 1.0, sent=sent)
         for role in ("reference", "arm") for step in range(4)
+        for sent in [1_096_000_000 if (role, step) == ("arm", 3) else None]
     )  # fmt: skip
     verdict = Verdict("d", "proven", "", lane="megatron", arm="v2", profile="p5-x2", steps=steps)
     assert compare.cells(verdict) == ["steps"]
     found = by_metric(verdict, "steps")
     assert (found["loss_1"].measured, found["grad_norm_3"].measured) == (21.0, 30.0)
     assert "loss_0" not in compare.measured(verdict, "steps")
+    assert found["efa_tx_gb"].measured == pytest.approx(1.096)
+    assert compare.reproduced(KNOWN, list(found.values())) is None
+
+
+def test_a_rollout_is_all_steps_of_the_arm_and_decides_nothing() -> None:
+    """Its first step holds DeepEP's compiler, as the published time does; theirs had no model."""
+    steps = tuple(
+        StepRow("rollout", role, "v2", step, 5.0, None, ms)
+        for role, ms in (("reference", 9000.0), ("arm", 1000.0)) for step in range(9)
+    )  # fmt: skip
+    verdict = Verdict(
+        "d", "proven", "", lane="nemo-rl", arm="v2-rollout", profile="p5-x2", steps=steps
+    )
+    found = by_metric(verdict, "rollout")
+    assert (found["rollout_s"].measured, found["rollout_s"].figure.value) == (9.0, 9.45)
     assert compare.reproduced(KNOWN, list(found.values())) is None
 
 

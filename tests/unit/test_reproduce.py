@@ -8,7 +8,7 @@ import drops
 import msgspec
 import pytest
 
-from lanekit import cli, machine, planning, published, registry, reproduce, spec
+from lanekit import cli, compare, machine, planning, published, registry, reproduce, spec
 from lanekit.errors import ConfigError
 from lanekit.machine import Gpu, Machine
 from lanekit.published import Row
@@ -181,6 +181,36 @@ def test_a_plan_is_printed_and_nothing_is_started(capsys: pytest.CaptureFixture[
     plan = msgspec.json.decode(told.out)
     assert (plan["arm"], plan["profile"], list(plan["cells"])) == ("graph", "h200x2", ["c32"])
     assert "published: no figure of vllm/graph/c32" in told.err
+
+
+DECLARED = sorted({
+    row.name for row in KNOWN.rows
+    if not row.name.endswith(f"/{published.ANY}") and row.arm != "trtllm/shim"
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("row", DECLARED)
+def test_every_published_row_is_planned_on_its_fleet_with_its_figures(
+    row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a row that another fleet ran: its arm's own is taken and the figure is only shown."""
+    assert cli.main(["reproduce", row, "--plan"]) == 0
+    told = capsys.readouterr()
+    plan, figures = msgspec.json.decode(told.out), published.figures(KNOWN, row)
+    assert f"{plan['lane']}/{plan['arm']}/{next(iter(plan['cells']))}" == row
+    assert plan["profile"] in {f.run.profile for f in figures}
+    for figure in figures:
+        metric = KNOWN.metrics[figure.metric]
+        assert f"published: {metric.title} {figure.value} {metric.unit}" in told.err
+    assert len(plan["cells"]) == 1
+
+
+@pytest.mark.parametrize(("times", "says"), [(1.0, "bar 740 met"), (2.0, "bar 740 missed")])
+def test_a_bar_is_shown_beside_the_band(times: float, says: str) -> None:
+    found = published.figures(KNOWN, "micro/v2/decode")
+    (figure,) = (f for f in found if f.metric == "dc_p50_us")
+    line = compare.Line(figure, figure.value * times, times - 1, "within")
+    assert says in "\n".join(reproduce._beside_published(KNOWN, [line]))
 
 
 # ---------------------------------------------------------------- a drop that is already there
