@@ -308,7 +308,11 @@ _BESIDE: Final = re.compile(
     r"^\s|^\W*$|^(?:\[\w+\]:)?\[?[WE]\d{4} \d|\bWARN(?:ING)?\b|Warning: "
     r"|NCCL (?:INFO|WARN)|\[lane-evidence\]"
 )
-_SPEAKER: Final = re.compile(r"^\(\w+ pid=\d+\) ?")
+# Who speaks, how loud and when: a line of progress has its own time and little room.
+_SPEAKER: Final = re.compile(
+    r"^(?:\(\w+ pid=\d+\) ?)?(?:(?:INFO|DEBUG) +)?"
+    r"(?:(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?\s+(?:(?:INFO|DEBUG) +)?)?"
+)
 
 
 def said(log: Path) -> str:

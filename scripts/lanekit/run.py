@@ -300,16 +300,19 @@ class Run:
             )
         served = self._served.count() - self._before if self._served else 0
         counted = f", {served} of {cell.requests} requests"
-        now = counted if cell.requests else f": {_last([task.log])}"
+        now = counted if cell.requests else f": {_last([task.log])}".removesuffix(": ")
         self.progress.now(f"{name}: {spent:.0f} s{now}")
 
 
 def _last(logs: Sequence[Path]) -> str:
-    """What each program said last, one beside the other; of several with the host in front."""
-    hosts = [f"{log.stem.rpartition('-')[0]} " if len(logs) > 1 else "" for log in logs]
-    width = 110 // max(1, len(logs))
-    found = zip(hosts, map(process.said, logs), strict=True)
-    return " | ".join(f"{host}{words}"[:width] for host, words in found)
+    """What each program said last, one beside the other: of several hosts with the host in front,
+    of several services on one host with the service."""
+    if len(logs) < 2:
+        return "".join(map(process.said, logs))
+    hosts, services = zip(*(log.stem.rpartition("-")[::2] for log in logs), strict=True)
+    names = hosts if len({*hosts}) > 1 else services
+    found = zip(names, map(process.said, logs), strict=True)
+    return " | ".join(f"{name}: {words}"[: 110 // len(logs)] for name, words in found)
 
 
 def _what(started: Process) -> str:

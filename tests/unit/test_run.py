@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 
-from lanekit import drop, machine, planning, process, verify
+from lanekit import drop, machine, planning, process, run, verify
 from lanekit.errors import CellFailed
 from lanekit.manifest import Manifest
 from lanekit.progress import Progress
@@ -371,3 +371,21 @@ def test_a_read_only_results_folder_is_refused_at_once(lane: Lane, tiny_disk: Pa
     assert code == 2
     assert "Read-only file system" in said
     assert "RESULTS=" in said
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("vm-server",), "ready 0"),
+        (("vm-first", "vm-router"), "first: ready 0 | router: ready 1"),
+        (("a-server", "b-server"), "a: ready 0 | b: ready 1"),
+        ((), ""),
+    ],
+)
+def test_progress_says_whose_words_they_are(
+    tmp_path: Path, names: tuple[str, ...], shown: str
+) -> None:
+    logs = [tmp_path / f"{name}.log" for name in names]
+    for number, log in enumerate(logs):
+        log.write_text(f"INFO 11-30 19:10:08 ready {number}\n")
+    assert run._last(logs) == shown
