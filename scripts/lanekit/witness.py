@@ -3,9 +3,11 @@
 Pure. What is absent is "could not check" and noted; what contradicts the run refutes it.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from lanekit import machine
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome
 
@@ -23,7 +25,7 @@ def checks(
     found = [_images(images)] if isinstance(images, dict) and images else []
     found += [_inventory(hosts, profile, "gpus", _gpus)] if profile.gpus else []
     if profile.nics:
-        found += [_inventory(hosts, profile, "nics", _nics)]
+        found += [_inventory(hosts, profile, "nics", _nics), _domains(hosts, profile)]
         found += [_counters(hosts, profile, tokens, plan)]
     return found
 
@@ -64,6 +66,36 @@ def _images(images: Mapping[str, Any]) -> Check:
 
 def _nics(host: Mapping[str, Any], _profile: Profile) -> int | None:
     return len(host["nics"]) if isinstance(host.get("nics"), list) else None
+
+
+def _domains(hosts: Mapping[str, Any], profile: Profile) -> Check:
+    """What the hosts' own fi_info offered. Noted: the ranks use their image's libfabric, of which
+    the logs speak."""
+    fabric = profile.fabric
+    counts = {
+        name: len(offers.get((fabric.provider, fabric.fabric), ()))
+        for name, host in hosts.items()
+        if (offers := _offers(host)) is not None
+    }
+    right = len(counts) == profile.hosts and set(counts.values()) == {profile.nics}
+    return _check(
+        "met" if right else "unchecked",
+        name="fi-info",
+        why="every host's libfabric offered a domain of the fabric on each NIC",
+        want=f"{profile.nics} of {fabric.provider}/{fabric.fabric} on {profile.hosts} hosts each",
+        got=", ".join(f"{name}: {n}" for name, n in sorted(counts.items())) or "nobody was asked",
+        remedy="Look at `fi_info -p efa` on that host (make doctor).",
+    )
+
+
+def _offers(host: Mapping[str, Any]) -> dict[tuple[str, str], set[str]] | None:
+    """(provider, fabric) -> domains; None where nobody asked, or nothing answered."""
+    captured = host.get("captured")
+    said = captured.get("fi_info") if isinstance(captured, dict) else None
+    if isinstance(said, dict) and said.get("rc") == 0:
+        with contextlib.suppress(ValueError):
+            return machine.parse_fi_info(str(said.get("out")))
+    return None
 
 
 def _gpus(host: Mapping[str, Any], profile: Profile) -> int | None:

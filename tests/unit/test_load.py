@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import captured
 import drops
 import pytest
 
@@ -375,6 +376,26 @@ def test_counters_above_the_lower_bound_are_met_and_below_refute() -> None:
     assert enough["efa-bytes"].outcome == "met"
     short = witnessed({"a": host(1000), "b": host(1000)})["efa-bytes"]
     assert (short.outcome, short.severity) == ("failed", "required")
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        (captured.FI_INFO, "met"),
+        (captured.FI_INFO.replace("rdmap79s0", "rdmap80s0"), "unchecked"),
+        (captured.FI_INFO.replace("efa-direct", "efa"), "unchecked"),
+        ("no such thing", "unchecked"),
+        (None, "unchecked"),
+    ],
+)
+def test_what_the_host_s_libfabric_offers_is_shown(said: str | None, outcome: str) -> None:
+    asked = {"captured": {"fi_info": {"rc": 0, "out": said}}}
+    hosts = {name: host(1) | asked for name in ("a", "b")}
+    found = witnessed(hosts)["fi-info"]
+    assert (found.outcome, found.severity) == (outcome, "noted")
+    for odd in (None, {}, {"captured": 1}, {"captured": {"fi_info": {"rc": 127, "out": said}}}):
+        found = witnessed({**hosts, "b": host(1) | (odd or {})})["fi-info"]
+        assert found.outcome == "unchecked"
 
 
 @pytest.mark.parametrize(
