@@ -94,6 +94,14 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+class Unrun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a series has yet to show: on which hardware, by which command, the lines to expect."""
+
+    needs: str
+    command: str
+    expect: str
+
+
 class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """series.toml. tree: the git tree which the series makes of the base; unrecorded: why not."""
 
@@ -104,6 +112,7 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tree: str = ""
     unrecorded: str = ""
     gate: tuple[Gate, ...] = ()
+    unrun: tuple[Unrun, ...] = ()
 
 
 class Hunk(msgspec.Struct, frozen=True):
@@ -377,7 +386,9 @@ def resolve(source: Source, ref: str) -> str:
     if source.pypi or COMMIT.fullmatch(ref):
         return ref
     where = _override(source.name) or source.git
-    listed = _git(paths.ROOT, "ls-remote", where, ref, f"refs/tags/{ref}^{{}}").stdout.split()
+    # In full: "main" alone is also every other repository's that a copy keeps, refs/remotes/*/main.
+    names = (f"refs/heads/{ref}", f"refs/tags/{ref}", f"refs/tags/{ref}^{{}}")
+    listed = _git(paths.ROOT, "ls-remote", where, *names).stdout.split()
     if not listed:
         raise Unreadable(f"{where} has no ref {ref}", remedy="Correct `newer` in series.toml.")
     return listed[-2]

@@ -321,6 +321,19 @@ def test_refresh_says_what_moved_and_what_no_longer_fits(upstream: Upstream) -> 
     assert lines[3] == "  0001-ten.patch: src/a.txt hunk 1 refused"
 
 
+def test_a_branch_is_the_repositorys_own_and_a_tag_is_its_commit(upstream: Upstream) -> None:
+    source = patches.load(upstream.series()).source
+    mine = git(upstream.place, "rev-parse", "main")
+    git(
+        upstream.place,
+        "update-ref",
+        "refs/remotes/other/main",
+        git(upstream.place, "rev-parse", "ours"),
+    )
+    git(upstream.place, "tag", "--annotate", "--message", "v1", "v1", "main")
+    assert [patches.resolve(source, ref) for ref in ("main", "v1")] == [mine, mine]
+
+
 def test_refresh_refuses_a_ref_that_is_not_there(upstream: Upstream) -> None:
     folder = upstream.series()
     text = (folder / "series.toml").read_text()

