@@ -202,6 +202,7 @@ def _published(known: Published) -> str:
         run = known.runs[row.run]
         figures = "; ".join(
             f"{known.metrics[name].title} {value} {known.metrics[name].unit}".rstrip()
+            + (f" (bar {row.bars[name]:g})" if name in row.bars else "")
             for name, value in row.figures.items()
         )
         name = f"{row.name} (retired)" if row.retired else row.name

@@ -7,7 +7,7 @@ from pathlib import Path
 import drops
 import pytest
 
-from lanekit import lanes, paths, report, verify
+from lanekit import lanes, paths, published, report, verify
 
 
 def test_in_a_checkout_only_tracked_drops_are_shown(
@@ -39,3 +39,9 @@ def test_a_committed_row_is_proven_and_says_so_itself(drop: Path) -> None:
     assert found.result == "proven", found.reason
     stored = json.loads((drop / "verdict.json").read_text())
     assert (stored["result"], stored["contract"]) == (found.result, found.contract)
+
+
+def test_the_committed_report_shows_the_published_figures_of_today() -> None:
+    shown = (paths.RESULTS / "RESULTS.md").read_text()
+    assert shown.endswith(report._published(published.load())), "run `make report`"
+    assert "443.6 us (bar 740)" in shown
