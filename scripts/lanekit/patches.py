@@ -129,14 +129,18 @@ class Hunk(msgspec.Struct, frozen=True):
 
 
 def find(names: Sequence[str] = ()) -> list[Path]:
-    """Folders of the series, all or those whose path under patches/ begins with one of `names`.
+    """Folders of the series: all, or those whose path under patches/ is one of `names`, or begins
+    with one that is none.
 
     Raises:
         ConfigError: a name fits no series.
     """
     folders = [one.parent for one in PATCHES.glob("*/*/series.toml")]
     known = {f"{folder.parent.name}/{folder.name}": folder for folder in folders}
-    found = {name: [key for key in known if key.startswith(name)] for name in names}
+    found = {
+        name: [name] if name in known else [key for key in known if key.startswith(name)]
+        for name in names
+    }
     for name, keys in found.items():
         if not keys:
             raise ConfigError(

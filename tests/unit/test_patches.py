@@ -402,6 +402,14 @@ def test_a_digest_follows_the_base_and_the_order_of_the_steps(upstream: Upstream
     assert len({*both, base}) == 3
 
 
+def test_a_name_that_is_a_series_is_no_beginning_of_others(upstream: Upstream) -> None:
+    folder = upstream.series()
+    other = shutil.copytree(folder, folder.with_name(f"{folder.name}-other"))
+    assert patches.find([f"tool/{folder.name}"]) == [folder]
+    assert patches.find([f"tool/{folder.name}-"]) == [other]
+    assert patches.find(["tool"]) == [folder, other]
+
+
 def test_a_second_series_on_a_base_has_a_word_behind_its_folder(upstream: Upstream) -> None:
     folder = upstream.series()
     other = folder.rename(folder.with_name(f"{folder.name}-other"))

@@ -763,13 +763,7 @@ class TestDeepEPV1:
 
     @pytest.fixture(scope="class")
     def tree(self, tmp_path_factory: Any) -> Path:
-        series = "deepep/567632dd"
-        (folder,) = [one for one in patches.find([series]) if one.name == series.split("/")[1]]
-        if not os.environ.get("SRC_DEEPEP"):
-            pytest.skip("SRC_DEEPEP names no root")
-        place: Path = tmp_path_factory.mktemp("deepep-v1")
-        list(patches.judge(folder, place))
-        return place / series
+        return patched("deepep/567632dd", tmp_path_factory.mktemp("deepep-v1"))
 
     @pytest.mark.parametrize(
         ("core", "said", "told"),
