@@ -141,6 +141,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         versions=_versions(plan),
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
         apart=bool(plan.get("backends")),
+        options=row.options(plan),
     )
     checks += loading.load(loads, unplanned)
     checks += gate(drop, files, manifest)
@@ -243,7 +244,10 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
         if path in files.values():
             raise Unreadable(f"{path}: stands for more than one cell", remedy="Run the lane again.")
         files[cell] = path
-    facts = Facts(profile, None, row.version(plan), versions=_versions(plan), batch=True)
+    facts = Facts(
+        profile, None, row.version(plan), versions=_versions(plan), batch=True,
+        options=row.options(plan),
+    )  # fmt: skip
     checks = [*checks, _all_cells(manifest)]
     if trains:
         return _trained(subject, manifest, facts, files, checks)

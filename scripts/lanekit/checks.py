@@ -6,7 +6,6 @@ means for a run is data; lanekit.doctor puts both together.
 """
 
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
@@ -15,7 +14,7 @@ import msgspec
 
 from lanekit import capture, machine, toml
 from lanekit.capture import Capture, Text
-from lanekit.plan import Plan
+from lanekit.plan import Plan, options
 from lanekit.spec import Profile
 
 Policy = Literal["stops", "warns"]
@@ -410,23 +409,12 @@ def tokens(rule: Rule, case: Case, host: Capture) -> str:
         own = groups.setdefault(name, {f"{name} on {plan.hosts[0].name}": (cell.env, cell.command)})
         own |= {f"{name} on {s.host}": (s.env, s.command) for s in cell.workers}
     told = [
-        {where: env | {k: v for k, v in _options(words).items() if k in uniform.tokens}
+        {where: env | {k: v for k, v in options(words).items() if k in uniform.tokens}
          for where, (env, words) in group.items()}
         for group in groups.values() if len(group) > 1
     ]  # fmt: skip
     said = [_same(group, uniform.own) for group in told]
     return "; ".join(dict.fromkeys(said)) or "one program starts every rank"
-
-
-def _options(command: tuple[str, ...]) -> dict[str, str]:
-    """`--name value` and `--name=value` of a command, also inside a quoted word."""
-    words = [word for each in command for word in (shlex.split(each) if " " in each else [each])]
-    found = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            found[name] = value if equals else after
-    return found
 
 
 @_check

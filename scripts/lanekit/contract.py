@@ -47,7 +47,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     literal: text that every matching line holds; the scanner looks for it first. pattern: a
     regular expression whose named groups are captured; `host`, `local`, `pid` and `rank` name the
     rank, the others are values. expect: group -> the only allowed value or values; `$name` is
-    taken from the profile or the plan. sensor: what would have written the line had it happened:
+    taken from the profile or the plan, `$--option|default` and `$VARIABLE|default` from what the
+    plan starts. sensor: what would have written the line had it happened:
     where it was there, no evidence refutes; where it was not, no evidence is "could not check".
     nccl: any INFO line of NCCL's. hook: the evidence hook in every rank's process, as its `armed`
     and construction lines say.
@@ -170,11 +171,16 @@ def _check_rule(name: str, rule: Rule) -> None:
             remedy=f"Captured: {', '.join(groups) or 'nothing'}.",
         )
     for value in (v for wanted in rule.expect.values() for v in _many(wanted)):
-        if value.startswith("$") and value[1:] not in _VARIABLES:
+        if value.startswith("$") and not _known(value[1:].partition("|")[0]):
             raise ConfigError(
                 f"{where}: '{value}' is not known",
                 remedy=f"Known: {', '.join('$' + v for v in sorted(_VARIABLES))}.",
             )
+
+
+def _known(name: str) -> bool:
+    """Whether an expectation can name it: a variable of ours, an option, an environment's."""
+    return name in _VARIABLES or name.startswith("--") or (name.isupper() and name.isidentifier())
 
 
 def _many(wanted: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -60,7 +60,9 @@ class Facts:
     """What the `$names` of rules stand for, and how many requests were planned. None: unknown.
     versions: what the plan pins of nccl, nvshmem and deep_ep. loaded: when the first planned
     request was sent, in seconds since the epoch. batch: the program was started once a cell, so
-    that a rank has had several processes. apart: each engine wrote a log of its own."""
+    that a rank has had several processes. apart: each engine wrote a log of its own.
+    options: what the plan starts is given, options and variables by name; None where nothing is
+    planned."""
 
     profile: Profile
     requests: int | None
@@ -70,11 +72,15 @@ class Facts:
     loaded: float | None = None
     batch: bool = False
     apart: bool = False
+    options: Mapping[str, str] | None = None
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
         if not wanted.startswith("$"):
             return wanted
+        name, _, usual = wanted[1:].partition("|")
+        if name.isupper() or name.startswith("--"):
+            return None if self.options is None else self.options.get(name, usual) or None
         fabric = self.profile.fabric
         known: dict[str, object] = {
             "ranks": self.profile.ranks, "nics": self.profile.nics,
@@ -82,7 +88,7 @@ class Facts:
             "engine_version": self.engine_version, "served_name": self.served_name,
             **{name: self.versions.get(name) for name in ("nccl", "nvshmem", "deep_ep")},
         }  # fmt: skip
-        found = known[wanted[1:]]
+        found = known[name]
         return None if found is None else str(found)
 
 
@@ -169,7 +175,7 @@ def _unexpected(
         options = (wanted,) if isinstance(wanted, str) else wanted
         allowed = [facts.value(option) for option in options]
         if None in allowed:
-            unknown.append(options[0].removeprefix("$").replace("_", " "))
+            unknown.append(options[0].removeprefix("$").partition("|")[0].replace("_", " "))
             continue
         for line in lines:
             value = dict(line.evidence.values).get(group, "")

@@ -4,8 +4,11 @@ Everything that will be started stands in it: commands, variables, ports, pins, 
 prints it and starts nothing; a drop keeps it. lanekit.planning computes it.
 """
 
+import itertools
 import os
 import re
+import shlex
+from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -194,6 +197,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     extra_env: dict[str, str] = {}
     lane_sha256: str = ""
     warm: CellPlan | None = None
+
+
+def options(command: Iterable[str]) -> dict[str, str]:
+    """`--name value`, `--name=value` and flags (True) of a command, also inside a quoted word."""
+    words = [x for each in command for x in (shlex.split(each) if " " in each else [each])]
+    found = {}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue="-"):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found[name] = value if equals else "True" if after.startswith("-") else after
+    return found
 
 
 def public(value: Any) -> Any:

@@ -18,6 +18,7 @@ from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
 from lanekit.plan import FILES, Plan, public
+from lanekit.plan import options as options_of
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
@@ -37,6 +38,16 @@ def version(plan: Mapping[str, Any]) -> str | None:
     engine, pins = str(plan.get("engine")), _dict(plan.get("pins"))
     names = (engine, f"{engine}-cpu", *DISTRIBUTIONS.get(engine, ()))
     return next((found for name in names if isinstance(found := pins.get(name), str)), None)
+
+
+def options(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Options and variables of what a plan starts, by name."""
+    found: dict[str, str] = {}
+    for each in (*_list(plan.get("services")), *_dict(plan.get("cells")).values()):
+        with contextlib.suppress(ValueError):  # an open quotation
+            found |= options_of(str(word) for word in _list(_dict(each).get("command")))
+        found |= {name: str(value) for name, value in _dict(_dict(each).get("env")).items()}
+    return found
 
 
 def lane(row: Row) -> spec.Lane | None:

@@ -41,8 +41,9 @@ VLLM: Final = (
     "(APIServer pid=3) INFO 11-30 11:00:01 [api_utils.py:273] non-default args: {'model': '/m', "
     "'enable_expert_parallel': True}",
     "(EngineCore pid=7) INFO 11-30 11:00:02 [core.py:114] Initializing a V1 LLM engine (v0.24.0) "
-    "with config: model='/m', tensor_parallel_size=1, pipeline_parallel_size=1, "
-    "data_parallel_size=1, device_config=cpu, seed=0, served_model_name=tiny, x=1",
+    "with config: model='/m', load_format=auto, tensor_parallel_size=1, pipeline_parallel_size=1, "
+    "data_parallel_size=1, enforce_eager=False, device_config=cpu, seed=0, "
+    "served_model_name=tiny, x=1",
     "(Worker pid=9) INFO 11-30 11:00:03 [parallel_state.py:1588] world_size=1 rank=0 local_rank=0 "
     "distributed_init_method=tcp://127.0.0.1:52679 backend=gloo",
 )
@@ -67,6 +68,8 @@ ALLTOALL: Final = (
 
 URL: Final = "http://127.0.0.1:8000"
 JOINED: Final = 1_796_036_730.0  # 2026-11-30 11:05:30 UTC: when the ranks had met
+
+HT: Final = "--all2all-backend=deepep_high_throughput"
 
 Edit = Callable[[list[str]], list[str]]
 
@@ -172,6 +175,8 @@ def _said(fleet: Fleet, what: str, tail: str) -> list[str]:
 def _vllm(manager: str, prepare: str = "") -> list[str]:
     """What vLLM says of itself on a GPU."""
     gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
+    if "HT" in manager:
+        gpu[0] = gpu[0].replace("True}", "True, 'all2all_backend': 'deepep_high_throughput'}")
     said = [*gpu[:2], MANAGER.format(manager)]
     return [*said, PREPARE.format(prepare)] if prepare else said
 
@@ -342,6 +347,7 @@ def lanes(root: Path) -> Path:
         arms: dict[str, dict[str, Any]] = {}
         for arm, profile, name in found:
             args = [f"--arm={arm}"] if lane == "megatron" else []
+            args += [HT] if (lane, arm) == ("vllm", "v1") else []
             new = {"title": arm, "args": args, "contracts": {}}
             arms.setdefault(arm, new)["contracts"][profile] = name
         text = {
@@ -362,7 +368,8 @@ def lanes(root: Path) -> Path:
         (root / lane).mkdir(parents=True)
         lines = "".join(f"{key} = {_inline(value)}\n" for key, value in text.items())
         (root / lane / "lane.toml").write_text(lines)
-        command = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
+        serve = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
+        command = f"{serve} ${{LANE_ARGS}}"
         if lane in DRIVERS:
             command = (
                 "${LANE_PYTHON} ${LANE_HOME}/train.py --out ${CELL_OUT} ${LANE_ARGS}"

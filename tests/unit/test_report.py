@@ -1,13 +1,16 @@
 """RESULTS.md holds what is committed: a run of one's own must not change a committed file."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import drops
+import msgspec
 import pytest
 
-from lanekit import lanes, paths, published, report, verify
+from lanekit import answers, lanes, paths, planning, published, report, spec, verify
+from lanekit.plan import Plan, public
 
 
 def test_in_a_checkout_only_tracked_drops_are_shown(
@@ -45,3 +48,21 @@ def test_the_committed_report_shows_the_published_figures_of_today() -> None:
     shown = (paths.RESULTS / "RESULTS.md").read_text()
     assert shown.endswith(report._published(published.load())), "run `make report`"
     assert "443.6 us (bar 740)" in shown
+
+
+def test_a_committed_row_cannot_be_sold_as_another_arm_s(tmp_path: Path) -> None:
+    """Captured graphs as the eager arm: row, plan and answers agree, every sha256 is renewed, and
+    the engine's own line says otherwise (2026-11-30: it was proven)."""
+    (row,) = [x for x in lanes.tracked() if x.name.endswith("cpu-vllm-floor-graph")]
+    drop = Path(shutil.copytree(row, tmp_path / row.name))
+    manifest = json.loads((drop / "manifest.json").read_text())
+    manifest["row"]["arm"] = manifest["plan"]["arm"] = "floor"
+    plan = planning.again(msgspec.convert(manifest["plan"], Plan), spec.lane("vllm"))
+    manifest["plan"] = public(plan) | {"gate": manifest["plan"]["gate"] | {"reference": ""}}
+    manifest["plan"]["gate"] |= {"drop": "", "sha256": ""}
+    (drop / answers.REFERENCE).unlink()
+    found = answers.read(drop / answers.NAME)
+    header = msgspec.structs.replace(found.header, arm="floor")
+    (drop / answers.NAME).write_bytes(answers.encode(header, found.answers))
+    (drop / "manifest.json").write_text(json.dumps(manifest))
+    assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu"

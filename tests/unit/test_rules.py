@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanekit import contract, judge, logs, scan, spec
+from lanekit import contract, judge, logs, plan, scan, spec
 from lanekit.contract import Bound
 from lanekit.verdict import Check, Result, decide
 
@@ -33,7 +33,8 @@ def facts(name: str) -> judge.Facts:
     """What the plan of the drops made here says."""
     lane, _, where = drops.SUBJECTS[name]
     version = "0.21.0" if lane == "trtllm" else "0.24.0"
-    return judge.Facts(spec.profile(where), 8, version, "tiny", drops.VERSIONS)
+    options = plan.options([drops.HT])
+    return judge.Facts(spec.profile(where), 8, version, "tiny", drops.VERSIONS, options=options)
 
 
 def every(name: str) -> tuple[Bound, ...]:
@@ -205,6 +206,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         *other_versions(),
         change_one(HOOK, "gin=proxy", "gin=gdaki"),
         change_one(HOOK, "gin=proxy", "gin=unknown"),
+        change_one(HOOK, "comms=1", "comms=8"),
         after(HOOK),
     ],
     "elastic-gda": [
@@ -212,6 +214,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one(HOOK, "world=16", "world=8"),
         *other_versions(),
         change_one(HOOK, "gin=gdaki", "gin=proxy"),
+        change_one(HOOK, "comms=1", "comms=8"),
         after(HOOK),
     ],
     "elastic-nvlink": [
@@ -220,6 +223,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one(HOOK, "world=", "world=9"),
         *other_versions(),
         change_one(HOOK, "gin=off", "gin=proxy"),
+        change_one(HOOK, "comms=1", "comms=8"),
         after(HOOK),
     ],
     "legacy-buffer": [
@@ -254,6 +258,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
     "sglang-a2a-deepep": [
         drop_all("ServerArgs"),
         change_one("ServerArgs", "moe_a2a_backend='deepep'", "moe_a2a_backend='none'"),
+        change_one("ServerArgs", "mode='auto'", "mode='normal'"),
         change_one("ServerArgs", "'tiny'", "'other'"),
     ],
     "sglang-a2a-none": [
@@ -305,14 +310,25 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("V1 LLM", "v0.24.0", "v0.23.0"),
         change_one("V1 LLM", "=cpu", "=cuda"),
         change_one("V1 LLM", "name=tiny", "name=other"),
+        change_one("V1 LLM", "eager=False", "eager=True"),  # of another arm
+        change_one("V1 LLM", "load_format=auto", "load_format=dummy"),
     ],
     "vllm-engine-gpu": [
         drop_all("V1 LLM engine"),
         change_one("V1 LLM", "v0.24.0", "v0.23.0"),
         change_one("V1 LLM", "=cuda", "=cpu"),
         change_one("V1 LLM", "name=tiny", "name=other"),
+        change_one("V1 LLM", "eager=False", "eager=True"),  # of another arm
+        change_one("V1 LLM", "load_format=auto", "load_format=dummy"),
     ],
-    "vllm-expert-parallel": [drop_all("non-default"), change_one("non-def", "True", "False")],
+    "vllm-expert-parallel": [
+        drop_all("non-default"),
+        change_one("non-def", "'enable_expert_parallel': True", "'enable_expert_parallel': False"),
+    ],
+    "vllm-backend-v1": [
+        change_one("non-def", "deepep_high_throughput", "deepep_low_latency"),
+        change_one("non-def", ", 'all2all_backend': 'deepep_high_throughput'", ""),
+    ],
     "vllm-world-gloo": [
         drop_all("world_size"),
         change_one("world_size", "world_size=1", "world_size=2"),
@@ -375,6 +391,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 # Where a rank was not watched, nothing says either which NCCL it mapped, nor that its lines are of
 # this run.
 COMPANIONS: Final = {
+    "vllm-expert-parallel": {"vllm-backend-v1"},  # of the same line
     "no-buffer": {
         "nccl-version", "p2p-channels", "efa-provider", "net-plugin-libfabric", "micro-gloo",
         "megatron-gloo", "megatron-nccl", "one-communicator",
