@@ -80,8 +80,9 @@ plots: setup ## Draw results/plots/ from the proven drops
 setup: $(STAMP) ## Make .venv with the command lanekit, from its hashed lock
 
 $(STAMP): locks/dev.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
-	  "error: Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=")'
+	@$(PYTHON) -c 'import sys, venv; sys.exit(7 if (3, 11) <= sys.version_info[:2] <= (3, 13) else 1)' \
+	  2>/dev/null || [ $$? = 7 ] || { echo "error: $(PYTHON) is no Python 3.11, 3.12 or 3.13 with venv" >&2; \
+	  echo "  Install one (Debian: python3-venv), or name one with PYTHON=." >&2; exit 2; }
 	@echo "setup: $(VENV) from locks/dev.txt"
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r locks/dev.txt

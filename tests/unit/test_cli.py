@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,23 @@ def test_a_number_that_is_none_is_said_in_words(
     error, remedy = capsys.readouterr().err.splitlines()
     assert error == f"error: {said}"
     assert remedy.startswith("  Give ")
+
+
+@pytest.mark.parametrize("python", ["/nope/python", "false", "old"])
+def test_a_python_that_is_none_is_said_before_anything_is_made(tmp_path: Path, python: str) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    if python == "old":
+        python = str(tmp_path / "python3.10")
+        code = "import sys; sys.version_info = (3, 10, 1); exec(sys.argv[1])"
+        Path(python).write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+        Path(python).chmod(0o755)
+    ask = ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", "setup"]
+    ran = subprocess.run(ask, cwd=paths.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert f"error: {python} is no Python 3.11, 3.12 or 3.13 with venv" in ran.stderr
+    assert "PYTHON=" in ran.stderr.splitlines()[1]
+    assert not (tmp_path / "venv").exists()
 
 
 def made(*words: str) -> str:
