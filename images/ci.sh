@@ -8,5 +8,4 @@ images/engine.sh registry
 images/stand-in-base.sh lanes/stand-in-base:local
 # Where this machine trusts an extra certificate, build steps must as well.
 make image-vllm PROFILE=cpu BASE_IMAGE=lanes/stand-in-base:local CA_BUNDLE="${PIP_CERT:-}"
-docker builder prune --force --filter type=exec.cachemount >/dev/null
 make test-images BUILT="vllm-cpu aiperf"
