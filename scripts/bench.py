@@ -1,10 +1,11 @@
 """`make bench`: the harness against its bars, each as a ratio or a share, never a lone wall time.
 
-    scripts/bench.py [--lane] [--hosts] [--images STACK] [--gib N]
+    scripts/bench.py [--lane] [--hosts] [--images "STACK [NAME...]"] [--gib N]
 
 --hosts simulates fleets of up to 1024 hosts (about a minute, 1 GB of disk meanwhile);
 --lane takes a real CPU lane with warm environments as well (about two minutes on two cores);
---images rebuilds the container images of a stack that are here, with one file changed each time;
+--images rebuilds container images of a stack, those named or all that are here, with one file changed
+each time;
 --gib sets the size of the drop that verify and ripgrep read (0 leaves that part out).
 """
 
@@ -102,9 +103,11 @@ def hosts() -> Iterator[Figure]:
     yield Figure("a host of 1024 / a host of 128", each[1024] / each[128], 1.5, f"per host, {raw}")
 
 
-def images(stack: str) -> Iterator[Figure]:
-    """Rebuilds of the container images that are here, by bench_images.py."""
-    bench = [sys.executable, str(ROOT / "scripts" / "bench_images.py"), "--json", "--stack", stack]
+def images(wanted: str) -> Iterator[Figure]:
+    """Rebuilds of container images, by bench_images.py. wanted: a stack, then maybe names."""
+    stack, _, named = wanted.partition(" ")
+    bench = [sys.executable, str(ROOT / "scripts" / "bench_images.py"), "--json"]
+    bench += [f"--stack={stack}", f"--built={named}"]
     told = json.loads(subprocess.run(bench, check=True, stdout=subprocess.PIPE, text=True).stdout)
     names = ", ".join(told["images"])
     nothing, *changed = told["rebuilds"]

@@ -1,6 +1,6 @@
 """Measure the image graph: `make bench IMAGES=STACK`. Judges nothing.
 
-    scripts/bench_images.py [--stack STACK] [--json]
+    scripts/bench_images.py [--stack STACK] [--built NAMES] [--json]
 
 * a rebuild of everything that is here, with nothing changed
 * the steps that run again when a lane's file, the guard or the evidence hook changes, each in a
@@ -8,6 +8,7 @@
 * the bytes of all engine images together, over those of the largest: what shared layers save
 
 What is not here is not measured: build it first, with the same roots (BASE_IMAGE= SRC_NAME=).
+--built names the images to measure, where not all that are here had the same roots.
 """
 
 import argparse
@@ -134,13 +135,13 @@ def here(stack: str) -> list[str]:
     return found
 
 
-def measure(stack: str) -> Measured:
-    """Measure what is here.
+def measure(stack: str, built: str = "") -> Measured:
+    """Measure what is here, or what is named.
 
     Raises:
         SystemExit: nothing is.
     """
-    names = here(stack)
+    names = built.split() or here(stack)
     if not names:
         raise SystemExit(f"no image of stack {stack} is here: build one first")
     rebuild("", names, stack)  # what is here may be older than the recipes
@@ -156,9 +157,10 @@ def main() -> None:
     """Print what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stack", default=images.DEFAULT_STACK)
+    parser.add_argument("--built", default="")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = measure(options.stack)
+    found = measure(options.stack, options.built)
     if options.json:
         print(json.dumps(asdict(found)))
         return
