@@ -4,8 +4,8 @@
 
 --hosts simulates fleets of up to 1024 hosts (about a minute, 1 GB of disk meanwhile);
 --lane takes a real CPU lane with warm environments as well (about two minutes on two cores);
---images rebuilds container images of a stack, those named or all that are here, with one file changed
-each time;
+--images rebuilds container images of a stack, those named or all that are here, with one file
+changed each time;
 --gib sets the size of the drop that verify and ripgrep read (0 leaves that part out).
 """
 
