@@ -26,10 +26,20 @@ _TRACE: Final = scan.probe("traceback", "Traceback (most recent call last)")
 _STOPPED: Final = scan.probe("stopped", "trigger received signal=", once=True)
 _WHO: Final = re.compile(rb"\((?P<name>\w+) pid=\d+")
 _NCCL: Final = re.compile(rb"(?P<host>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[(?P<local>\d+)\]")
+_SRUN: Final = re.compile(rb"srun: error: (?P<host>[\w.-]+): (?P<name>tasks? [\d,-]+)")
 _LOGGED: Final = re.compile(
     rb"^(?:\s*\([^()]*pid=[^()]*\)|\[(?:rank|default)\d+\]:)*\s?"
     rb"(?:(?:ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]+\] ?)?"
 )
+# How the launchers' own messages name what ended first: a container, a pod, a task of srun, a host
+# that was lost or late, a process of this machine.
+_SEEN: Final = tuple(map(re.compile, (
+    r"container (?P<what>[^\n;]+?) on (?P<host>\S+) ended with [^\n;]+",
+    r"(?P<host>\S+) \(pod \S+\): (?P<what>[^\s:]+)[^\n]*",
+    r"error: (?P<host>\S+): (?P<what>tasks? [^\s:]+): [^\n]+",
+    r"\bhost (?P<host>[^\s,:]+)[^\n]*",
+    r"(?P<what>\S+) \(pid (?P<pid>\d+)\) ended with [^\n;]+",
+)))  # fmt: skip
 _FRAME: Final = re.compile(rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<what>\S+)')
 _EXCEPTION: Final = re.compile(
     rb"(?:[A-Za-z_]\w*(?:\.\w+)+|[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt)\w*)(?:: .*)?$"
@@ -155,11 +165,14 @@ def _started(manifest: Manifest | None) -> datetime.datetime:
 
 
 def _of_manifest(failure: str, table: Sequence[Signature], near: datetime.datetime) -> list[Event]:
+    """What the run itself saw: a known cause, or who ended first."""
     known = next((s for s in table if s.kind == "cause" and s.fits(failure)), None)
-    host = re.search(r"\bhost (\S+)", failure)
-    who = (host[1] if host else "", "the run", "")
-    event = Event(drop.MANIFEST, 0, failure, who, "", near, True, False, known)
-    return [event] if known else []
+    seen = next((found for each in _SEEN if (found := each.search(failure))), None)
+    named = seen.groupdict() if seen else {}
+    who = (named.get("host", ""), named.get("what", "the run"), named.get("pid", ""))
+    text = seen[0] if seen and not known else failure
+    event = Event(drop.MANIFEST, 0, text, who, "", near, True, False, known)
+    return [event] if known or seen else []
 
 
 def _events(
@@ -237,6 +250,8 @@ def _who(line: bytes) -> tuple[str, str, str]:
     nccl = _NCCL.match(line)
     if nccl:
         return nccl["host"].decode(), f"[{nccl['local'].decode()}]", nccl["pid"].decode()
+    if srun := _SRUN.match(line):
+        return srun["host"].decode(), srun["name"].decode(), ""
     rank = f"rank {mark.rank}" if mark.rank else ""
     return mark.label, names[-1].decode() if names else rank, mark.pid
 

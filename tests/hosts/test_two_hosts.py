@@ -117,9 +117,23 @@ def fleet(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert made.ssh_processes() == []
 
 
-def test_the_gloo_arm_over_two_hosts_is_proven(fleet: Fleet) -> None:
-    code, said = fleet.end(fleet.start())
+@pytest.mark.quick
+def test_the_gloo_arm_over_two_hosts_is_proven(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proven; and a token that this machine has reaches the ranks past command lines and drop."""
+    monkeypatch.setenv("HF_TOKEN", "hf_of_two_hosts")
+    child, told, given = fleet.start(), set[str](), set[str]()
+    while child.poll() is None:
+        told |= holding("cmdline", b"hf_of_two_hosts")
+        given |= holding("environ", b"HF_TOKEN=hf_of_two_hosts")
+        time.sleep(0.2)
+    code, said = fleet.end(child)
     assert code == 0, said
+    assert told == set()
+    assert any("ep_bench.py" in each for each in given), "the ranks do not get it"
+    for file in (path for path in fleet.newest().rglob("*") if path.is_file()):
+        assert b"hf_of_two_hosts" not in file.read_bytes(), file
     path, manifest = fleet.newest(), fleet.manifest()
     verdict = verify.verify(path)
     assert verdict.result == "proven"
@@ -128,6 +142,16 @@ def test_the_gloo_arm_over_two_hosts_is_proven(fleet: Fleet) -> None:
             "host/lanes-b.json", "logs/lanes-a-decode.log", "logs/lanes-b-decode.log",
             "micro/decode/micro.jsonl"} <= set(manifest.files)  # fmt: skip
     assert manifest.left == []
+
+
+def holding(what: str, words: bytes) -> set[str]:
+    """Command lines of the processes whose command line or environment holds these words."""
+    found = set[str]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if words in (entry / what).read_bytes():
+                found.add((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
 
 
 @pytest.fixture
@@ -299,6 +323,7 @@ def written(fleet: Fleet) -> Iterator[bytes]:
         yield side.docker("inspect", *side.docker("ps", "--quiet").split()).encode()
 
 
+@pytest.mark.quick
 def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:
     child = fleet.start("--cells=sweep")
     fleet.until(fleet.met, child)
@@ -368,6 +393,7 @@ def warmed(drop: Path, host: str) -> bytes:
     return (drop / "warm" / f"{host}-warm.log").read_bytes()
 
 
+@pytest.mark.quick
 def test_a_host_that_is_cut_off_ends_the_run_and_is_cleaned_when_it_is_back(fleet: Fleet) -> None:
     child = fleet.start()
     fleet.until(fleet.running, child)
@@ -416,6 +442,7 @@ def test_a_host_that_dies_ends_the_run_and_its_log_is_kept(fleet: Fleet) -> None
     assert fleet.b.docker("ps", "-aq").split() == []
 
 
+@pytest.mark.quick
 def test_a_runner_that_is_killed_leaves_what_the_next_run_removes(fleet: Fleet) -> None:
     child = fleet.start()
     fleet.until(fleet.running, child)

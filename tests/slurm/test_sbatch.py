@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tests.slurm.rig import Slurm
 
-from lanekit import alone, drop, paths, verify
+from lanekit import alone, drop, paths, triage, verify
 from lanekit.manifest import Manifest
 
 SLOW = """
@@ -147,6 +147,9 @@ def test_a_rank_that_is_killed_fails_the_job(
     assert "FAILED" in said
     assert "SIGKILL" in said or "137" in said
     assert manifest(tmp_path).state == "failed"
+    first = triage.triage(max(tmp_path.glob("2*"))).first
+    assert first is not None
+    assert first.who[0] == "node-1"
     assert left(slurm, tmp_path) == []
 
 

@@ -170,6 +170,35 @@ def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
     assert "known as   disk-full" in text
 
 
+@pytest.mark.parametrize(
+    ("failure", "named"),
+    [
+        ("ServerDied: container worker on lanes-b ended with exit status 1; its log ends:\n    x",
+         "lanes-b worker"),
+        ("CellFailed: decode: the program ended with a failure, first on b: container"
+         " batch-decode on b ended with signal SIGKILL; container batch-decode on a ended with exit status 1",
+         "b batch-decode"),
+        ("ServerDied: lane-x-0-1 (pod lane-x-0-1): server ended with signal SIGKILL (OOMKilled)\n"
+         "  then lane-x-0 (pod lane-x-0): server ended with exit status 1 (Error)",
+         "lane-x-0-1 server"),
+        ("ServerDied: host-2 (pod x): server: ImagePullBackOff: denied", "host-2 server"),
+        ("CellFailed: decode: the program ended with job 7: FAILED (exit status 9) on node-[1-2]\n"
+         "    srun: error: node-2: task 1: Killed", "node-2 task 1"),
+        ("CellFailed: warm: the warm-up was not done within its 5 s, still running on host lanes-b",
+         "lanes-b the run"),
+        ("ServerDied: server (pid 41) ended with signal SIGKILL; its log ends:", "server pid 41"),
+    ],
+)  # fmt: skip
+def test_where_no_log_tells_the_cause_the_run_says_who_ended_first(
+    tmp_path: Path, failure: str, named: str
+) -> None:
+    drop = drops.drop(tmp_path / "drop")
+    drops.edit_json(drop / "manifest.json", state="failed", failure=failure)
+    assert f"first death  {named}  [manifest.json:0]" in said(drop)
+    drops.edit_json(drop / "manifest.json", failure="ConfigError: no such thing")
+    assert "no failure found" in said(drop)
+
+
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, why in ((tmp_path / "no", "no such file"), (tmp_path, "no log in it")):
         with pytest.raises(Unreadable, match=why):
