@@ -10,10 +10,8 @@ into volumes of their own, and what a cell leaves there is copied back before th
 """
 
 import contextlib
-import io
 import os
 import subprocess
-import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +47,6 @@ FOLDER: Final = "compose"
 LABEL: Final = "lanes.drop"
 GRACE_S: Final = 15
 TOGETHER_S: Final = 1.0  # a rank that dies takes others along; wait so long to see who was first
-# Passed into a container by name, so that no value is written down: the rest of what a process
-# inherits (PATH, LD_LIBRARY_PATH, HOME) means the host's files.
-PASSED: Final = ("HF_TOKEN", "HTTPS_PROXY", "NO_PROXY")
 
 
 def document(plan: Plan, host: Host) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def _environment(env: Mapping[str, str]) -> list[str]:
     """Variables with their values; what is secret by its name alone, filled in by Compose from its
     own environment when it starts the container."""
     open_ = {k: v for k, v in env.items() if not is_secret(k)}
-    return [*dict.fromkeys((*PASSED, *(k for k in env if is_secret(k)))),
+    return [*dict.fromkeys((*fleet.PASSED, *(k for k in env if is_secret(k)))),
             *(f"{k}={v.replace('$', '$$')}" for k, v in open_.items())]  # fmt: skip
 
 
@@ -201,7 +196,10 @@ def _artifacts(plan: Plan, host: Host, cell: CellPlan) -> dict[str, Any]:
     folder = Path(plan.drop) / cell.artifacts
     if host is plan.hosts[0] and not host.ssh:
         return {"type": "bind", "source": str(folder), "target": str(folder)}
-    return {"type": "volume", "target": str(folder.parent)}  # the folder itself comes by _hand_over
+    return {
+        "type": "volume",
+        "target": str(folder.parent),
+    }  # the folder itself comes by fleet.hand_over
 
 
 @contextlib.contextmanager
@@ -224,28 +222,13 @@ def launching(
         for line in lines.values():
             if line.process is not None:
                 drop.started(line.process)
-        fleet.require(plan, list(lines.values()), say)
-        ssh.everywhere(list(lines.values()), lambda line: _keep(plan, line))
+        engine = msgspec.structs.replace(plan, containers=_engine(plan))
+        fleet.require(engine, list(lines.values()), say)
         keys = ssh.keys(place) if _keyed(plan) else b""
         yield ComposeLauncher(plan, lines, env, drop, keys=keys)
     finally:
         for line in lines.values():
             line.close()
-
-
-def _keep(plan: Plan, line: ssh.Line) -> None:
-    """Make the volume that a host keeps, where it is not there yet."""
-    from python_on_whales import DockerException  # noqa: PLC0415
-
-    try:
-        if not line.host.cache:
-            line.docker.volume.create(_held(plan).kept)
-    except DockerException as error:
-        line.require()
-        raise HostLost(
-            f"host {line.host.name}: {images.last_words(error)}",
-            remedy="Look at the Docker engine there.",
-        ) from error
 
 
 def _port(plan: Plan, host: Host) -> int:
@@ -354,7 +337,7 @@ class ComposeLauncher:
                 back = self._fill(line, container, cell)
                 container.start()
                 if self._keys and cell is None:
-                    _piped(line.docker, self._keys, "exec", "--interactive", container.id,
+                    fleet.piped(line.docker, self._keys, "exec", "--interactive", container.id,
                            "tar", "--extract", "--directory", KEYS)  # fmt: skip
             except BaseException:
                 line.docker.container.remove(container, force=True, volumes=True)
@@ -370,15 +353,13 @@ class ComposeLauncher:
     def _fill(self, line: ssh.Line, container: "Container", cell: CellPlan | None) -> Path | None:
         """Give a container that cannot see this machine what it reads, and a folder to write to;
         returns the folder, where this machine wants its contents back."""
-        host, docker, engine = line.host, line.docker, _engine(self._plan)
+        host, docker = line.host, line.docker
         for path in _copied(self._plan) if host.ssh else ():
             docker.copy(f"{path}/.", (container, path))
-        if any(each.destination == KEPT for each in container.mounts):
-            _hand_over(docker, Path(engine.home), container, engine.user)
         if cell is None or not cell.artifacts or not (host.ssh or host.node_rank):
             return None
         folder = Path(self._plan.drop) / cell.artifacts
-        _hand_over(docker, folder, container, _held(self._plan).user)
+        fleet.hand_over(docker, folder, container, _held(self._plan).user)
         return None if host.node_rank else folder
 
 
@@ -396,26 +377,6 @@ def _create(
         env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return docker.container.inspect(told.stdout.strip())
-
-
-def _hand_over(docker: "DockerClient", folder: Path, container: "Container", user: str) -> None:
-    """Make a folder in a volume that the container's user owns: `docker cp -a` refuses a user that
-    the image does not name (docker 26.1.5, 2026-11-30), an archive of its own does not."""
-    uid, _, gid = user.partition(":")
-    entry = tarfile.TarInfo(folder.name)
-    entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, int(uid), int(gid)
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        tar.addfile(entry)
-    _piped(docker, archive.getvalue(), "cp", "-", f"{container.id}:{folder.parent}")
-
-
-def _piped(docker: "DockerClient", archive: bytes, *words: str) -> None:
-    """Run a docker command that reads an archive: its client library knows no way to."""
-    command = [*docker.client_config.docker_cmd, *words]
-    done = subprocess.run(command, input=archive, capture_output=True, check=False)
-    if done.returncode:
-        raise ValueError(done.stderr.decode(errors="replace"))
 
 
 class ContainerTask:

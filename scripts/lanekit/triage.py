@@ -37,6 +37,7 @@ _SEEN: Final = tuple(map(re.compile, (
     r"container (?P<what>[^\n;]+?) on (?P<host>\S+) ended with [^\n;]+",
     r"(?P<host>\S+) \(pod \S+\): (?P<what>[^\s:]+)[^\n]*",
     r"error: (?P<host>\S+): (?P<what>tasks? [^\s:]+): [^\n]+",
+    r"(?P<what>Node failure) on (?P<host>\S+)",
     r"\bhost (?P<host>[^\s,:]+)[^\n]*",
     r"(?P<what>\S+) \(pid (?P<pid>\d+)\) ended with [^\n;]+",
 )))  # fmt: skip

@@ -513,6 +513,31 @@ def test_a_pull_that_is_refused_names_the_image(fleet: Fleet, tmp_path: Path) ->
         registry.fetch(client, digest, print, lock)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_of_the_hub_is_compared_in_what_the_hosts_keep(fleet: Fleet, *, same: bool) -> None:
+    """The hub is not reached from here: the client finds what an earlier run fetched."""
+    digest = fleet.a.docker("images", "--no-trunc", "-q", "lanes/vllm-cpu:2026-07").strip()
+    name = f"lanes-kept-{digest.removeprefix('sha256:')[:12]}"
+    for side in fleet.rig.sides:
+        side.docker("volume", "create", name)
+        at = Path(side.docker("volume", "inspect", "--format", "{{.Mountpoint}}", name).strip())
+        hub = at / "10001/.cache/huggingface/hub/models--acme--tiny"
+        for file, text in (("refs/main", "abc"), ("snapshots/abc/config.json", "{}")):
+            (hub / file).parent.mkdir(parents=True, exist_ok=True)
+            (hub / file).write_text(text)
+        if side is fleet.b and not same:
+            (hub / "snapshots/abc/config.json").write_text("{ }")
+        subprocess.run(["chown", "-R", "10001", str(at / "10001")], check=True)
+    child = fleet.start("--model=acme/tiny", "--cells=load", lane="dp")
+    if same:
+        fleet.until(lambda: fleet.manifest().state == "starting", child)
+        child.terminate()
+    code, said = fleet.end(child)
+    assert code == 2
+    assert "comparing acme/tiny on 2 hosts" in said
+    assert ("acme/tiny on lanes-b is not the model on lanes-a" in said) != same
+
+
 def test_an_image_that_is_missing_on_one_host_is_refused(fleet: Fleet) -> None:
     image = "lanes/vllm-cpu:2026-07"
     fleet.b.docker("rmi", image)

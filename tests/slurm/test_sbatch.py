@@ -153,6 +153,25 @@ def test_a_rank_that_is_killed_fails_the_job(
     assert left(slurm, tmp_path) == []
 
 
+def test_a_node_that_is_lost_ends_the_job_and_is_named(
+    slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path, sleeper: str
+) -> None:
+    child = run(sleeper)
+    until(lambda: running(slurm, tmp_path))
+    slurm.say("scontrol", "update", "nodename=node-1", "state=down", "reason=lost")
+    try:
+        said, _ = child.communicate(timeout=120)
+    finally:
+        slurm.say("scontrol", "update", "nodename=node-1", "state=idle")
+    assert child.returncode == 2
+    assert "NODE_FAIL" in said
+    assert "node-1" in (manifest(tmp_path).failure or "")
+    first = triage.triage(max(tmp_path.glob("2*"))).first
+    assert first is not None
+    assert first.who[0] == "node-1"
+    until(lambda: left(slurm, tmp_path) == [])
+
+
 def test_an_interrupted_run_cancels_its_job(
     slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path, sleeper: str
 ) -> None:

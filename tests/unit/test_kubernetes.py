@@ -425,6 +425,21 @@ def test_an_api_that_answers_errors_ends_the_run(
 
 
 @needs_kubectl
+def test_the_next_run_says_what_a_dead_one_may_have_left_in_a_cluster(
+    api: tuple[type[Api], dict[str, str]], plans: dict[str, Plan], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KUBECONFIG", api[1]["KUBECONFIG"])
+    plan = msgspec.structs.replace(plans["micro"], drop=str(tmp_path / "drop"))
+    (tmp_path / "drop" / kubernetes.FOLDER).mkdir(parents=True)
+    assert kubernetes.end_the_dead(tmp_path / "drop") == []  # nothing was applied
+    text = yaml.safe_dump_all(manifests.standing(plan))
+    (tmp_path / "drop" / kubernetes.FOLDER / "plan.yaml").write_text(text)
+    (why,) = kubernetes.end_the_dead(tmp_path / "drop")
+    assert why.startswith("objects of the cluster: the Kubernetes API: ")
+
+
+@needs_kubectl
 def test_an_api_that_does_not_answer_is_given_up(
     api: tuple[type[Api], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,7 @@ def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
         ("ServerDied: container worker on lanes-b ended with exit status 1; its log ends:\n    x",
          "lanes-b worker"),
         ("CellFailed: decode: the program ended with a failure, first on b: container"
-         " batch-decode on b ended with signal SIGKILL; container batch-decode on a ended with exit status 1",
+         " batch-decode on b ended with signal SIGKILL; container batch-decode on a ended with x",
          "b batch-decode"),
         ("ServerDied: lane-x-0-1 (pod lane-x-0-1): server ended with signal SIGKILL (OOMKilled)\n"
          "  then lane-x-0 (pod lane-x-0): server ended with exit status 1 (Error)",
@@ -184,6 +184,8 @@ def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
         ("ServerDied: host-2 (pod x): server: ImagePullBackOff: denied", "host-2 server"),
         ("CellFailed: decode: the program ended with job 7: FAILED (exit status 9) on node-[1-2]\n"
          "    srun: error: node-2: task 1: Killed", "node-2 task 1"),
+        ("CellFailed: decode: the program ended with job 1: NODE_FAIL (exit status 1) on node-1\n"
+         "    srun: error: Node failure on node-1", "node-1 Node failure"),
         ("CellFailed: warm: the warm-up was not done within its 5 s, still running on host lanes-b",
          "lanes-b the run"),
         ("ServerDied: server (pid 41) ended with signal SIGKILL; its log ends:", "server pid 41"),
