@@ -219,8 +219,9 @@ def test_a_host_that_is_cut_off_in_a_sweep_ends_it_and_is_named(
     fleet: Fleet, model_path: Path
 ) -> None:
     child = fleet.start(f"--model={model_path}", "--cells=long", lane="dp")
-    fleet.until(lambda: swept(fleet.newest()) > 20, child)
-    assert fleet.manifest().stage == "sweeping long"
+    fleet.until(lambda: fleet.manifest().stage == "sweeping long", child)
+    asked = swept(fleet.newest())  # by the coherence gate
+    fleet.until(lambda: swept(fleet.newest()) > asked + 4, child)
     fleet.b.link("down")
     try:
         code, said = fleet.end(child)
