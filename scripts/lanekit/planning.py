@@ -498,7 +498,7 @@ def _image_pins(chosen: Choice) -> dict[str, str]:
     for image in chosen.containers.images.values() if chosen.containers else ():
         if image.startswith(f"{images.LOCAL}/"):
             name, _, stack = image.removeprefix(f"{images.LOCAL}/").partition(":")
-            held |= images.pinned(name, stack)
+            held |= images.pinned(name, stack) if name in images.targets() else {}
         elif chosen.launcher == "compose":
             held |= images.contents(image, chosen.hosts[0].ssh).packages
         else:  # nobody here may hold it; its bill of materials was made when it was pushed

@@ -139,7 +139,9 @@ def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "lanes" / "roles"
     folder.mkdir(parents=True)
     top, first, rest = (standin / "lane.toml").read_text().partition("[model]")
-    text = top.replace('"standin"', '"roles"', 1) + LANE + first + rest
+    text = (
+        top.replace('"standin"', '"roles"', 1).replace('"none"', '"2026-07"') + LANE + first + rest
+    )
     text = text.replace('{ cpu = "cpu" }', '{ cpu = "cpu", cpu-x2 = "cpu" }', 1)
     (folder / "lane.toml").write_text(text + '[profiles.cpu-x2]\narm = "sound"\n')
     (folder / "serve.yaml").write_text(
