@@ -74,6 +74,9 @@ LOST: Final = contract.Bound(
         remedy="make triage names the first process that died, and why.",
     ),
 )
+# Answers to readiness: one an engine, and some that came after nobody waited for them any more. The
+# smallest cell of a lane has 40 requests.
+READY: Final = 16
 SHOWN: Final = 40  # of a list of whatever length
 TEXT: Final = 4000  # of a sentence made from a drop's own words
 
@@ -142,6 +145,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
         apart=bool(plan.get("backends")),
         options=row.options(plan),
+        beyond=_beyond(plan),
     )
     checks += loading.load(loads, unplanned)
     checks += gate(drop, files, manifest)
@@ -207,6 +211,18 @@ def _untrue(plan: GatePlan, path: Path, *, there: bool) -> str:
 def _asked(plan: Mapping[str, Any]) -> int:
     """Requests of the gate: they stand in the server's log beside AIPerf's."""
     return len(answers.questions().ask.places()) if _at(plan, "gate", "questions") else 0
+
+
+def _beyond(plan: Mapping[str, Any]) -> int:
+    """Answers that a run gets before and between its cells: warm-up and prefill requests, and what
+    readiness asks every engine. More of them are of a cell that nobody tells of."""
+    cells = _dict(plan.get("cells")).values()
+    given = (
+        row.options({"cells": {"": cell}}).get("--warmup-request-count", "0") for cell in cells
+    )
+    warm = sum(int(each) for each in given if each.isdecimal())
+    prefill = plan.get("prefill")
+    return warm + (len(prefill) if isinstance(prefill, list) else 0) + READY
 
 
 def _contract(

@@ -62,7 +62,8 @@ class Facts:
     request was sent, in seconds since the epoch. batch: the program was started once a cell, so
     that a rank has had several processes. apart: each engine wrote a log of its own.
     options: what the plan starts is given, options and variables by name; None where nothing is
-    planned."""
+    planned. beyond: answers beside those to `requests` that a run of ours explains; None where
+    others may have asked too."""
 
     profile: Profile
     requests: int | None
@@ -73,6 +74,7 @@ class Facts:
     batch: bool = False
     apart: bool = False
     options: Mapping[str, str] | None = None
+    beyond: int | None = None
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
@@ -323,6 +325,9 @@ def _requests(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Ju
     expected = f"at least {facts.requests} lines"
     if not lines:
         return _none_seen(rule, logs, facts), expected, "no such line", []
+    if facts.beyond is not None and count > facts.requests + facts.beyond:
+        said = f"{count} lines, more than the plan explains: {facts.requests + facts.beyond}"
+        return "failed", expected, said, []
     return ("met" if count >= facts.requests else "failed"), expected, f"{count} lines", []
 
 

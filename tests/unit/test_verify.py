@@ -549,6 +549,28 @@ def test_a_server_that_answered_too_few_requests_is_refuted(tmp_path: Path, name
     assert check(verify(fewer), "requests-served").outcome == "failed"
 
 
+@pytest.mark.parametrize(
+    ("name", "more", "result"),
+    [
+        ("cpu", 16, "proven"),
+        ("cpu", 17, "refuted"),
+        ("routed", 8, "proven"),
+        ("routed", 9, "refuted"),
+    ],
+)
+def test_a_server_that_answered_more_than_the_plan_explains_is_refuted(
+    tmp_path: Path, name: str, more: int, result: str
+) -> None:
+    """A cell that was taken out of row, plan and drop is still in the server's log."""
+    extra = [drops.answer(4 + n % 2) for n in range(more)]
+    found = verify(drops.drop(tmp_path / "d", name, lambda x: [*x[:-1], *extra, x[-1]]))
+    assert found.result == result
+    if result == "refuted":
+        assert "more than the plan explains: 55" in next(
+            x.actual for x in found.checks if x.id in ("requests-served", "requests-spread")
+        )
+
+
 def test_a_server_that_answered_with_errors_is_refuted(tmp_path: Path) -> None:
     """Beside as many good answers as were planned, and an AIPerf that saw no error."""
     bad = drops.POST.replace("200 OK", "500 Internal Server Error")
