@@ -32,7 +32,7 @@ def stream(root: Path, *, follow: bool) -> Iterator[str]:
     while True:
         # Asked first: what was written before the end was recorded is still read below.
         ended = not follow or drops.read(root).state in drops.ENDS
-        for path in sorted(p for where in SHOWN for p in (root / where).glob("*.log")):
+        for path in (p for where in SHOWN for p in sorted((root / where).glob("*.log"))):
             host, _, role = path.stem.rpartition("-")
             for line in _new(path, at, rest, ended=ended):
                 yield f"{ranks.get(host, host)} {role} | {line}"

@@ -30,8 +30,8 @@ _ROOTS: Final = (
 _PUBLIC: Final = frozenset(b"usr lib lib64 etc bin sbin dev proc sys run var v1 health".split())
 # From one of these on, a path says what it is and no longer whose.
 _ANCHORS: Final = frozenset(
-    b"site-packages dist-packages bin lib lib64 logs aiperf micro megatron nemo-rl host models "
-    b".cache .venv".split()
+    b"site-packages dist-packages bin lib lib64 logs warm aiperf micro megatron nemo-rl host "
+    b"models .cache .venv".split()
 )
 # Each alternative starts with what it must begin with: looked at first, that makes it fast.
 _SECRET: Final = (

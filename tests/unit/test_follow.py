@@ -25,7 +25,10 @@ def test_every_line_bears_its_host_and_ranks(tmp_path: Path) -> None:
     write(tmp_path, "complete")
     (tmp_path / "logs" / "a-server.log").write_bytes(b"one\ntwo\n")
     (tmp_path / "logs" / "b-server.log").write_bytes(b"\xff half")
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "b-warm.log").write_bytes(b"compiling\n")
     assert list(follow.stream(tmp_path, follow=False)) == [
+        "b (ranks 8-15) warm | compiling",
         "a (ranks 0-7) server | one",
         "a (ranks 0-7) server | two",
         "b (ranks 8-15) server | \ufffd half",
