@@ -324,7 +324,6 @@ def written(fleet: Fleet) -> Iterator[bytes]:
         yield side.docker("inspect", *side.docker("ps", "--quiet").split()).encode()
 
 
-@pytest.mark.quick
 def test_a_rank_that_is_killed_ends_all_and_is_named_first(fleet: Fleet) -> None:
     child = fleet.start("--cells=sweep")
     fleet.until(fleet.met, child)
