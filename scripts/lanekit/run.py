@@ -121,6 +121,12 @@ class Run:
             self.drop.state("warming")
             self._take(spec.WARM, self.plan.warm)
 
+    @property
+    def ready_s(self) -> float:
+        """How long a start may take: pods are warmed in it."""
+        warm = self.plan.warm if self.plan.launcher == "kubernetes" else None
+        return self.plan.ready_s + (warm.deadline_s if warm else 0)
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Start every service of serve.yaml; ready means that a real completion came back."""
@@ -218,9 +224,9 @@ class Run:
                 self._launcher.check()
                 self.drop.require_room()
                 waited = time.monotonic() - begin
-                if waited > self.plan.ready_s:
+                if waited > self.ready_s:
                     raise ServerDied(
-                        f"no completion came back within {self.plan.ready_s:.0f} s",
+                        f"no completion came back within {self.ready_s:.0f} s",
                         remedy=f"Read {self._launcher.logs()[0]}; raise ready_s in lane.toml.",
                     )
                 self.progress.now(f"starting, {waited:.0f} s: {_last(self._launcher.logs())}")

@@ -30,6 +30,8 @@ from lanekit import drop as drops
 from lanekit import kubernetes, machine, manifests, paths, planning
 from lanekit.errors import ConfigError, HostLost
 from lanekit.plan import Plan
+from lanekit.progress import Progress
+from lanekit.run import Run
 
 GOLDEN = Path(__file__).parent / "golden"
 IMAGE = "ghcr.io/deepep-lanes/{}@sha256:" + "1" * 64
@@ -257,6 +259,19 @@ def test_a_pod_is_warm_before_its_ranks_start_and_keeps_what_it_compiled(
     assert "-m sglang.compile_deep_gemm" in scripts["warm-1.sh"]
     assert "export HOME=/kept/10001" in scripts["warm-1.sh"]
     assert "initContainers" not in str(objects(plans["vllm"]))
+
+
+@pytest.mark.parametrize(("row", "more"), [("sglang", 3600.0), ("vllm", 0.0)])
+def test_a_start_may_take_as_long_as_its_pods_are_warmed(
+    plans: dict[str, Plan], tmp_path: Path, row: str, more: float
+) -> None:
+    plan = msgspec.structs.replace(plans[row], drop=str(tmp_path / "drop"))
+    run = Run(plan, drops.Drop.create(plan), Progress())
+    run.warm()  # its pods do so themselves
+    assert run.drop.manifest.processes == []
+    assert run.ready_s == plan.ready_s + more
+    elsewhere = Run(msgspec.structs.replace(plan, launcher="compose"), run.drop, Progress())
+    assert elsewhere.ready_s == plan.ready_s
 
 
 def test_a_batch_program_waits_until_what_it_left_was_taken(tmp_path: Path) -> None:
