@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import zipfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import patches, paths
+from lanekit import patches, paths, spec
 from lanekit.cli import main
 from lanekit.errors import ConfigError, LaneError, Unreadable
 
@@ -480,6 +481,14 @@ def test_the_command_reports_every_series_and_ends_as_the_worst(
     assert f"Known: tool/{upstream.folder.name}." in shown.err
 
 
-def test_every_series_of_this_repository_is_well_formed() -> None:
-    for folder in patches.find():
-        patches.load(folder)
+@pytest.mark.parametrize("folder", patches.find(), ids=lambda one: f"{one.parent.name}/{one.name}")
+def test_what_a_series_has_not_shown_has_its_command_and_the_lines_to_expect(folder: Path) -> None:
+    series = patches.load(folder)
+    told = any("Not run here" in step.tested for step in series.step)
+    assert bool(series.unrun) == told
+    for one in series.unrun:
+        assert one.needs and one.expect  # noqa: PT018
+        for name, profile, rest in re.findall(r"make lane-(\S+) PROFILE=(\S+)(.*)", one.command):
+            lane = spec.lane(name)
+            arm = re.search(r"ARM=(\S+)", rest)
+            assert profile in lane.arms[arm[1] if arm else lane.profiles[profile].arm].contracts
