@@ -43,10 +43,11 @@ doctor: setup ## Is this machine fit? PROFILE= [HOSTS= LANE= ARM= PORTS= JSON=1 
 	  $(call option,LAUNCHER,--launcher) $(call option,PORTS,--ports) $(call option,RESULTS,--results) \
 	  $(call switch,JSON,--json) $(call switch,REAP,--reap) $(call option,PIDS,--pids)
 
-bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT=]
+bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART_MIB= DEEPEP_WHEEL= PRESENT= OUT= PLAN=1]
 	@test -n "$(LANE)" -a -n "$(PROFILE)" || { echo "error: make bundle LANE= PROFILE=" >&2; exit 2; }
 	@exec $(LANEKIT) bundle '$(LANE)' --profile '$(PROFILE)' $(call option,PART_MIB,--part-mib) \
-	  $(call option,DEEPEP_WHEEL,--deepep-wheel) $(call option,PRESENT,--present) $(call option,OUT,--out)
+	  $(call option,DEEPEP_WHEEL,--deepep-wheel) $(call option,PRESENT,--present) $(call option,OUT,--out) \
+	  $(call switch,PLAN,--plan)
 
 lanes: setup ## List every row with its state: run here (drop, verdict), needs hardware, known failing
 	@$(LANEKIT) lanes

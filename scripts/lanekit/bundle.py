@@ -57,33 +57,22 @@ class Environment:
     extra: tuple[Path, ...] = ()
 
 
-def make_bundle(
-    lane: str,
-    profile: str,
-    *,
-    out: Path,
-    part_bytes: int = 0,
-    deepep_wheel: Path | None = None,
-    present: Path | None = None,
-) -> Bundle:
-    """Write the bundle of a lane on a profile into `out`.
-
-    part_bytes: largest size of a part; 0 writes one. present: a file like `pip freeze` of what the
-    machine already has, which is linked there instead of carried.
-
-    Raises:
-        ConfigError: the lane does not run there, or a wheel that it needs was not given.
-        EnvironmentFailed: a wheel could not be fetched.
-    """
-    environments = plan_environments(lane, profile, deepep_wheel=deepep_wheel, present=present)
-    about = {"format": FORMAT, "lane": lane, "profile": profile, "python": PYTHON}
-    return pack(environments, about, out=out, part_bytes=part_bytes)
-
-
 def plan_environments(
     lane: str, profile: str, *, deepep_wheel: Path | None, present: Path | None
 ) -> dict[str, Environment]:
-    """What each environment of the bundle carries and links, by name."""
+    """What each environment of the bundle carries and links, by name.
+
+    present: a file like `pip freeze` of what the machine already has, which is linked there instead
+    of carried.
+
+    Raises:
+        ConfigError: the lane does not run there, or a wheel or file that it needs is not there.
+    """
+    if present and not present.is_file():
+        raise ConfigError(
+            f"PRESENT: no file at {present}",
+            remedy="Give a file that holds what `pip freeze` prints on that machine.",
+        )
     found = spec.lane(lane)
     if profile not in found.profiles or not found.profiles[profile].environment:
         fits = [name for name, setting in found.profiles.items() if setting.environment]
@@ -371,6 +360,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--part-mib", default="0", help="largest part in MiB; one file when not given")
     add("--deepep-wheel", default="", help="the deep_ep wheel, built for the machine's Python")
     add("--present", default="", help="`pip freeze` of the machine: linked there, not carried")
+    add("--plan", action="store_true", help="print what each environment needs and pack nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -379,14 +369,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"PART_MIB: '{args.part_mib}' is no number", remedy="Give MiB, as in PART_MIB=512."
         )
-    made = make_bundle(
-        args.lane,
-        args.profile,
-        out=Path(args.out),
-        part_bytes=int(args.part_mib) << 20,
-        deepep_wheel=Path(args.deepep_wheel) if args.deepep_wheel else None,
-        present=Path(args.present) if args.present else None,
-    )
+    wheel = Path(args.deepep_wheel) if args.deepep_wheel else None
+    present = Path(args.present) if args.present else None
+    planned = plan_environments(args.lane, args.profile, deepep_wheel=wheel, present=present)
+    if args.plan:
+        for name, needs in planned.items():
+            carried = [*map("==".join, map(name_and_version, needs.carried))]
+            print(f"{name} carries: {' '.join([*carried, *(path.name for path in needs.extra)])}")
+            print(f"{name} links: {' '.join(needs.linked) or 'nothing'}")
+        return 0
+    about = {"format": FORMAT, "lane": args.lane, "profile": args.profile, "python": PYTHON}
+    made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
     print(f"{made.size / 1e6:.0f} MB in {len(made.parts)} part(s) in {made.sums.parent}/")
     print(f"Copy the folder, then there: sh {INSTALLER} --to DIR -- run {args.lane}")
     return 0

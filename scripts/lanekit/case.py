@@ -466,6 +466,30 @@ def foreign(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) 
     return judged(subject, facts, loads, checks)
 
 
+def _says(words: str, row: contract.Foreign) -> bool:
+    return all(word in words for word in row.words)
+
+
+def _unknown(
+    drop: Path, given: Mapping[str, str | None], table: Sequence[contract.Foreign]
+) -> ConfigError:
+    """What to do about a drop that nothing says the lane and arm of."""
+    if within := sorted(path.parent.name for path in drop.glob(f"*/{MANIFEST}")):
+        return ConfigError(
+            f"{drop}: no drop, but a folder of {len(within)}",
+            remedy=f"Give one of them, as in RESULTS={drop / within[-1]}.",
+        )
+    arms = ", ".join(dict.fromkeys(f"{row.lane}/{row.arm}" for row in table))
+    lane, arm = given["lane"], given["arm"]
+    asked = f"{lane or 'any lane'}/{arm or 'any arm'} is not judged without one"
+    return ConfigError(
+        f"{drop}: no manifest, and "
+        + (asked if lane or arm else "neither path nor options tell a known lane and arm"),
+        remedy="Give the folder with its manifest, or --lane, --arm and --profile (make: LANE=, "
+        f"ARM=, PROFILE=). Known without manifest: {arms}.",
+    )
+
+
 def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Subject:
     """What the words of the path say a drop is, overruled by what was given."""
     words = "/".join(drop.resolve().parts[-4:]).lower()
@@ -475,15 +499,11 @@ def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]
         for row in table
         if (given["lane"] or row.lane) == row.lane
         and (given["arm"] or row.arm) == row.arm
-        and (given["lane"] is not None or all(word in words for word in row.words))
+        and (given["lane"] is not None or _says(words, row))
     ]
+    fits.sort(key=lambda row: not _says(words, row))  # what the path says before what comes first
     if not fits:
-        arms = ", ".join(dict.fromkeys(f"{row.lane}/{row.arm}" for row in table))
-        raise ConfigError(
-            f"{drop}: no manifest, and neither path nor options tell a known lane and arm",
-            remedy="Give --lane, --arm and --profile (make: LANE=, ARM=, PROFILE=). "
-            f"Known without manifest: {arms}.",
-        )
+        raise _unknown(drop, given, table)
     row = fits[0]
     fleet = given["profile"] or next((n for n in row.contracts if n in words), row.profile)
     spec.profile(fleet)
@@ -494,7 +514,8 @@ def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]
         )
     told = {"lane": row.lane, "arm": row.arm, "profile": fleet}
     guessed = ", ".join(f"{name} {told[name]}" for name in told if given[name] is None)
-    said = [f"no manifest: {guessed} inferred from the path" if guessed else "no manifest"]
+    how = "inferred from the path" if _says(words, row) or fleet in words else "assumed"
+    said = [f"no manifest: {guessed} {how}" if guessed else "no manifest"]
     if drop.is_file():
         said.append("a log alone: the transport is judged, nothing is known about the load")
     name = row.contracts[fleet]

@@ -158,8 +158,8 @@ def require(plan: Plan, say: Say) -> dict[str, machine.Machine]:
         raise ConfigError(
             f"{where or 'the fleet'} not fit for profile {plan.profile}: "
             + "; ".join(f"{finding.check}: {finding.said}" for finding in bad),
-            remedy=" ".join(dict.fromkeys(finding.remedy for finding in bad))
-            + f" `make doctor PROFILE={plan.profile}` shows all; PLAN=1 prints the plan anywhere.",
+            remedy="\n  ".join(dict.fromkeys(finding.remedy for finding in bad))
+            + f"\n  `make doctor PROFILE={plan.profile}` shows all; PLAN=1 prints the plan.",
         )
     return {host.host: machine.of(host) for host in case.hosts}
 

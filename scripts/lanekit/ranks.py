@@ -146,4 +146,4 @@ def compare(seen: Iterable[Key], profile: Profile) -> tuple[list[str], list[str]
 
 
 def _named(host: str, local: Iterable[int]) -> str:
-    return f"{host} {', '.join(f'[{number}]' for number in sorted(local))}"
+    return f"{host} {', '.join(f'[{number}]' for number in sorted(local))}".lstrip()

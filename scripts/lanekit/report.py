@@ -170,8 +170,9 @@ def _beside_row(known: Published, line: compare.Line) -> str:
     other = line.standing == "other fleet"
     difference = "other fleet" if other else f"{line.difference:+.1%} ({line.standing})"
     return (
-        f"| {metric.title}, {metric.unit} | {figure.value} on {figure.run.profile}, "
-        f"{figure.run.date}, {_backing(figure.row)} | {_n(line.measured)} | {difference} |\n"
+        f"| {metric.title}, {metric.unit}".rstrip(", ")
+        + f" | {figure.value} on {figure.run.profile}, {figure.run.date}, {_backing(figure.row)} | "
+        f"{_n(line.measured)} | {difference} |\n"
     )
 
 

@@ -229,7 +229,8 @@ class Run:
                         f"no completion came back within {self.ready_s:.0f} s",
                         remedy=f"Read {self._launcher.logs()[0]}; raise ready_s in lane.toml.",
                     )
-                self.progress.now(f"starting, {waited:.0f} s: {_last(self._launcher.logs())}")
+                words = _last(self._launcher.logs())
+                self.progress.now(f"starting, {waited:.0f} s: {words or 'no line yet'}")
                 time.sleep(POLL_S)
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
 

@@ -277,7 +277,8 @@ def _shown(found: Found) -> Iterator[str]:
     first = found.first
     if first is None:
         fine = found.exit_code == 0
-        yield f"\n{'nothing failed' if fine else 'no failure found'} in {found.logs} logs"
+        read = f"{found.logs} log{'' if found.logs == 1 else 's'}"
+        yield f"\n{'nothing failed' if fine else 'no failure found'} in {read}"
         yield from _folded(found.others)
         if found.others:
             yield "Symptoms alone: the log of whoever died first is not here. Fetch every rank's."

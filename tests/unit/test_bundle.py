@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import bundle, drop, paths
+from lanekit import bundle, cli, drop, paths
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -139,6 +139,22 @@ def test_a_lane_without_an_environment_there_is_refused(locks: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to bundle") as caught:
         bundle.plan_environments("one", "p5en-x2", deepep_wheel=None, present=None)
     assert caught.value.remedy == "Choose PROFILE= one of: h200x1."
+
+
+def test_a_plan_packs_nothing(
+    locks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["bundle", "one", "--profile", "h200x1", "--out", str(tmp_path / "out"), "--plan"]
+    given += ["--deepep-wheel", str(wheel(tmp_path, "deep_ep")), "--present", f"{tmp_path}/freeze"]
+    assert cli.main(given) == 2
+    assert "PRESENT: no file at" in capsys.readouterr().err
+    (tmp_path / "freeze").write_text("torch==2.11.0\n")
+    assert cli.main(given) == 0
+    carried, linked, *_ = capsys.readouterr().out.splitlines()
+    assert carried.startswith("server carries: nvidia-nccl-cu13==2.30.4 ")
+    assert carried.endswith(" deep_ep-1.0-py3-none-any.whl")
+    assert linked == "server links: torch==2.11.0"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_lock_is_named(locks: Path) -> None:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import zstandard
 
-from lanekit import cli, redact
+from lanekit import cli, paths, redact
+from lanekit import drop as drop_module
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.verdict import Verdict
 from lanekit.verify import verify
@@ -136,6 +137,26 @@ def test_the_published_drop_keeps_its_verdict(tmp_path: Path) -> None:
     found = verify(tmp_path / "out", lane="trtllm", arm="seam", profile="p5en-x2")
     assert outcomes(found) == outcomes(verify(source))
     assert found.result == "proven"
+
+
+def test_the_reserve_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    source = two_hosts(tmp_path / "drop")
+    drops.edit_json(source / "manifest.json", state="sweeping", files={})
+    (source / drop_module.RESERVE).write_bytes(b"\0" * 65536)
+    redact.redact(source, tmp_path / "out")
+    assert not (tmp_path / "out" / drop_module.RESERVE).exists()
+    assert "incomplete" in verify(tmp_path / "out").reason
+
+
+def test_a_drop_that_is_excused_by_its_bytes_cannot_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own of 2026-11-30, older than a check: what is said is not that a word is at fault."""
+    monkeypatch.setattr(paths, "LANES", paths.ROOT / "lanes")
+    source = paths.ROOT / "results" / "20261130T154304Z-h200x2-vllm-dense"
+    with pytest.raises(LaneError, match="proven became no verdict") as caught:
+        redact.redact(source, tmp_path / "out")
+    assert "older.toml excuses this drop" in caught.value.remedy
 
 
 def test_nothing_is_left_when_it_cannot_be_done(tmp_path: Path) -> None:

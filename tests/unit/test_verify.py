@@ -54,6 +54,48 @@ def test_published_trtllm_seam_is_proven() -> None:
     assert {c.source for c in found.cells} == {"records"}
 
 
+@pytest.mark.parametrize(
+    ("given", "message", "remedy"),
+    [
+        ({}, "neither path nor options tell", "Known without manifest: trtllm/seam"),
+        ({"lane": "micro"}, "micro/any arm is not judged without one", "with its manifest"),
+        ({"lane": "vllm", "arm": "epnc9"}, "vllm/epnc9 is not judged", "vllm/epnc8"),
+    ],
+)
+def test_a_log_that_nothing_names_says_what_is_missing(
+    tmp_path: Path, given: dict[str, str], message: str, remedy: str
+) -> None:
+    (tmp_path / "serve.log").write_text("a line\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        verify(tmp_path, **given)
+    assert remedy in caught.value.remedy
+
+
+def test_a_folder_of_drops_asks_for_one_of_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        drops.drop(tmp_path / name, "cpu")
+    with pytest.raises(ConfigError, match="no drop, but a folder of 2") as caught:
+        verify(tmp_path)
+    assert f"RESULTS={tmp_path}/b" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "arm", "how"),
+    [
+        ("h200x2-vllm-allgather", "dense", "profile h200x2 inferred from the path"),
+        ("serve", "epnc1", "profile p5en-x2 assumed"),
+    ],
+)
+def test_the_path_is_asked_before_an_arm_is_assumed(
+    tmp_path: Path, name: str, arm: str, how: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "serve.log").write_text("a line\n")
+    found = verify(tmp_path / name, lane="vllm")
+    assert found.arm == arm
+    assert found.said[0].endswith(f"arm {arm}, {how}")
+
+
 @drops.needs_published
 def test_published_trtllm_shim_has_no_verdict_on_its_buffer() -> None:
     found = verify(TRTLLM / "trtllm")
