@@ -440,7 +440,7 @@ def _containers(
         project=re.sub(r"[^a-z0-9_-]", "-", f"lanes-{drop.name}".lower()),
         images=held,
         # Who this is here is nobody in a cluster.
-        user=f"{uid}:{gid}" if uid and launcher == "compose" else IMAGE_USER,
+        user=f"{uid}:{gid}" if uid and launcher != "kubernetes" else IMAGE_USER,
         memory=(here.memory_mib << 20) * 4 // 5,
         gpus=profile.gpus,
         nics=profile.nics,

@@ -162,6 +162,26 @@ def test_in_place_without_a_lock_the_interpreter_is_the_images(bare: machine.Mac
     assert "Run inside the image" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("launcher", "uid", "user"),
+    [
+        ("compose", 1000, "1000:1000"),
+        ("compose", 0, "10001:10001"),  # never root
+        ("slurm", 1000, "1000:1000"),  # pyxis runs as who submits
+        ("kubernetes", 1000, "10001:10001"),  # who this is here is nobody in a cluster
+    ],
+)
+def test_containers_run_as(
+    bare: machine.Machine, monkeypatch: pytest.MonkeyPatch, launcher: str, uid: int, user: str
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    monkeypatch.setattr("os.getgid", lambda: uid)
+    options = planning.Options(lane="micro", profile="p5en-x2", launcher=launcher, start=False)
+    held = planning.make(options, bare).containers
+    assert held is not None
+    assert held.user == user
+
+
 def test_mpirun_hands_on_every_variable_by_name(bare: machine.Machine) -> None:
     made = planning.make(planning.Options(lane="trtllm", profile="p5en-x2", start=False), bare)
     server, worker = made.services
