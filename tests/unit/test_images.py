@@ -1,8 +1,11 @@
 """The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
 
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -275,3 +278,44 @@ def test_a_readme_without_a_table_is_refused() -> None:
     other = f"{contents.BEGIN.format('2026-07')}\n{contents.END}\n"
     with pytest.raises(ConfigError, match="no contents table of current"):
         contents.renewed(f"# x\n{other}", "", "current")
+
+
+def _bench() -> ModuleType:
+    path = images.IMAGES.parent / "scripts" / "bench_images.py"
+    found = importlib.util.spec_from_file_location("bench_images", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["bench_images"] = module  # dataclasses look their module up
+    found.loader.exec_module(module)
+    return module
+
+
+REPORT = """
+#5 [aiperf context tools] load from client
+#5 DONE 0.0s
+#7 [_transport-v2 made 2/6] RUN --mount=type=bind,from=tools /tools/install
+#7 CACHED
+#8 [vllm-cpu stage-0 3/6] RUN --mount=type=bind,from=evidence cp
+#8 DONE 1.0s
+#9 [nemo-rl stage-0 2/4] COPY --from=src-nemo-rl / /opt/nemo-rl/
+#9 DONE 0.1s
+#10 [aiperf stage-0 5/5] WORKDIR /home/lane
+"""
+
+
+def test_the_bench_counts_steps_that_were_not_cached() -> None:
+    assert _bench().ran(REPORT) == ["nemo-rl stage-0 2/4", "vllm-cpu stage-0 3/6"]
+
+
+@pytest.mark.parametrize(
+    ("image", "mark", "steps"),
+    [
+        ("transport-v2", "from=evidence", 2),  # the hook itself and the guard
+        ("aiperf", "from=evidence", 0),
+        ("sglang", "from=guard", 1),
+        ("sglang", "", 0),  # a lane's file is mounted nowhere
+    ],
+)
+def test_the_bench_knows_the_steps_that_follow_a_change(image: str, mark: str, steps: int) -> None:
+    assert _bench().following(image, mark) == steps
