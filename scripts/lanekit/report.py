@@ -59,10 +59,11 @@ def rows(path: Path, verdict: Verdict) -> list[Row]:
 
 
 def model(manifest: Manifest) -> str:
-    """What a drop served, and whether its weights were dummies."""
+    """What a drop served, and whether its weights were dummies: by its path, which the engine's own
+    log bears out."""
     said = manifest.plan.get("model")
     known = said if isinstance(said, dict) else {}
-    source = str(known.get("source") or known.get("served_name") or "unknown")
+    source = str(known.get("path") or known.get("source") or known.get("served_name") or "unknown")
     name = source.removeprefix("built:").rstrip("/").rpartition("/")[2]
     return f"{name}, dummy weights" if known.get("dummy_weights") else name
 

@@ -41,9 +41,9 @@ def version(plan: Mapping[str, Any]) -> str | None:
 
 
 def options(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Options and variables of what a plan starts, by name."""
+    """Options and variables of what a plan starts, by name; of a server before a load generator."""
     found: dict[str, str] = {}
-    for each in (*_list(plan.get("services")), *_dict(plan.get("cells")).values()):
+    for each in (*_dict(plan.get("cells")).values(), *_list(plan.get("services"))):
         with contextlib.suppress(ValueError):  # an open quotation
             found |= options_of(str(word) for word in _list(_dict(each).get("command")))
         found |= {name: str(value) for name, value in _dict(_dict(each).get("env")).items()}

@@ -38,12 +38,12 @@ MANAGER: Final = (
     "(Worker pid=9) INFO 11-30 11:05:43 [cuda_communicator.py:185] Using {} all2all manager."
 )
 VLLM: Final = (
-    "(APIServer pid=3) INFO 11-30 11:00:01 [api_utils.py:273] non-default args: {'model': '/m', "
-    "'enable_expert_parallel': True}",
+    "(APIServer pid=3) INFO 11-30 11:00:01 [api_utils.py:273] non-default args: "
+    "{'model': '/models/tiny', 'enable_expert_parallel': True}",
     "(EngineCore pid=7) INFO 11-30 11:00:02 [core.py:114] Initializing a V1 LLM engine (v0.24.0) "
-    "with config: model='/m', load_format=auto, tensor_parallel_size=1, pipeline_parallel_size=1, "
-    "data_parallel_size=1, enforce_eager=False, device_config=cpu, seed=0, "
-    "served_model_name=tiny, x=1",
+    "with config: model='/models/tiny', load_format=auto, tensor_parallel_size=1, "
+    "pipeline_parallel_size=1, data_parallel_size=1, enforce_eager=False, device_config=cpu, "
+    "seed=0, served_model_name=tiny, x=1",
     "(Worker pid=9) INFO 11-30 11:00:03 [parallel_state.py:1588] world_size=1 rank=0 local_rank=0 "
     "distributed_init_method=tcp://127.0.0.1:52679 backend=gloo",
 )
@@ -54,7 +54,8 @@ PINS: Final = {
     "nvidia-nvshmem-cu13": "3.6.5", "tensorrt-llm": "0.21.0", "sglang": "0.5.11",
 }  # fmt: skip
 SGLANG: Final = (
-    "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/m', served_model_name='tiny', "
+    "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/models/tiny', "
+    "served_model_name='tiny', "
     "speculative_moe_a2a_backend=None, ep_size=2, moe_a2a_backend='{}', deepep_mode='auto')"
 )
 NATIVE: Final = (

@@ -33,7 +33,7 @@ def facts(name: str) -> judge.Facts:
     """What the plan of the drops made here says."""
     lane, _, where = drops.SUBJECTS[name]
     version = "0.21.0" if lane == "trtllm" else "0.24.0"
-    options = plan.options([drops.HT])
+    options = plan.options([drops.HT, "--model=/models/tiny", "--model-path=/models/tiny"])
     return judge.Facts(spec.profile(where), 8, version, "tiny", drops.VERSIONS, options=options)
 
 
@@ -260,11 +260,13 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("ServerArgs", "moe_a2a_backend='deepep'", "moe_a2a_backend='none'"),
         change_one("ServerArgs", "mode='auto'", "mode='normal'"),
         change_one("ServerArgs", "'tiny'", "'other'"),
+        change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
     "sglang-a2a-none": [
         drop_all("ServerArgs"),
         change_one("ServerArgs", "moe_a2a_backend='none'", "moe_a2a_backend='deepep'"),
         change_one("ServerArgs", "'tiny'", "'other'"),
+        change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
     "trtllm-version": [
         drop_one("LLM version"),
@@ -312,6 +314,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("V1 LLM", "name=tiny", "name=other"),
         change_one("V1 LLM", "eager=False", "eager=True"),  # of another arm
         change_one("V1 LLM", "load_format=auto", "load_format=dummy"),
+        change_one("V1 LLM", "/models/tiny", "/models/other"),
     ],
     "vllm-engine-gpu": [
         drop_all("V1 LLM engine"),
@@ -320,6 +323,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("V1 LLM", "name=tiny", "name=other"),
         change_one("V1 LLM", "eager=False", "eager=True"),  # of another arm
         change_one("V1 LLM", "load_format=auto", "load_format=dummy"),
+        change_one("V1 LLM", "/models/tiny", "/models/other"),
     ],
     "vllm-expert-parallel": [
         drop_all("non-default"),
