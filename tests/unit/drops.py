@@ -369,7 +369,8 @@ def lanes(root: Path) -> Path:
         (root / lane).mkdir(parents=True)
         lines = "".join(f"{key} = {_inline(value)}\n" for key, value in text.items())
         (root / lane / "lane.toml").write_text(lines)
-        serve = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} --model ${{LANE_MODEL}}"
+        path = "--model-path" if lane == "sglang" else "--model"
+        serve = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} {path} ${{LANE_MODEL}}"
         command = f"{serve} ${{LANE_ARGS}}"
         if lane in DRIVERS:
             command = (
