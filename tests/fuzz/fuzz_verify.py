@@ -220,7 +220,7 @@ def fuzz_verdict(data: bytes) -> None:
     text = lines(data).replace(b"[7]", b"[6]").replace(b"local_rank=7", b"local_rank=6")
     (ROOT / "serve.log").write_bytes(text)
     log = logs.Log(ROOT / "serve.log", "serve.log", "", "serve.log", 0)
-    facts = judge.Facts(P5EN, 8, "0.24.0", "tiny", drops.VERSIONS)
+    facts = judge.Facts(P5EN, 8, "0.24.0", "tiny", drops.VERSIONS, options=drops.OPTIONS)
     read = logs.read([log], RULES, P5EN.ranks, make=hyperscan)
     assert decide(judge.transport(RULES, read, facts))[0] != "proven"
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from lanekit import answers, batch, contract, planning, spec
-from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan
+from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan, options
 
 SHARED: Final = Path(
     os.environ.get("LANES_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
@@ -71,6 +71,7 @@ URL: Final = "http://127.0.0.1:8000"
 JOINED: Final = 1_796_036_730.0  # 2026-11-30 11:05:30 UTC: when the ranks had met
 
 HT: Final = "--all2all-backend=deepep_high_throughput"
+OPTIONS: Final = options([HT, "--model=/models/tiny", "--model-path=/models/tiny"])
 
 Edit = Callable[[list[str]], list[str]]
 

@@ -96,7 +96,7 @@ def test_a_drop_without_reference_is_marked_in_its_row(tmp_path: Path) -> None:
                                      checks=(check(drop, "answers-reference"),),
                                      cells=verify.verify(drop).cells))  # fmt: skip
     assert [row.verdict for row in rows] == ["proven, answers not compared"]
-    assert [row.model for row in rows] == ["none"]
+    assert [row.model for row in rows] == ["tiny"]
 
 
 @known

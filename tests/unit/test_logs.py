@@ -23,7 +23,7 @@ def checks(root: Path, name: str) -> dict[str, Check]:
     profile = spec.profile(drops.SUBJECTS[name][2])
     found = logs.find(root, list(logs.inside(root)), ours=False)
     read = logs.read(found, rules, profile.ranks)
-    facts = judge.Facts(profile, 8, "0.24.0", "tiny", drops.VERSIONS, options={})
+    facts = judge.Facts(profile, 8, "0.24.0", "tiny", drops.VERSIONS, options=drops.OPTIONS)
     return {x.id: x for x in judge.transport(rules, read, facts)}
 
 

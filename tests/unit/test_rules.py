@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanekit import contract, judge, logs, plan, scan, spec
+from lanekit import contract, judge, logs, scan, spec
 from lanekit.contract import Bound
 from lanekit.verdict import Check, Result, decide
 
@@ -33,8 +33,8 @@ def facts(name: str) -> judge.Facts:
     """What the plan of the drops made here says."""
     lane, _, where = drops.SUBJECTS[name]
     version = "0.21.0" if lane == "trtllm" else "0.24.0"
-    options = plan.options([drops.HT, "--model=/models/tiny", "--model-path=/models/tiny"])
-    return judge.Facts(spec.profile(where), 8, version, "tiny", drops.VERSIONS, options=options)
+    known = drops.VERSIONS
+    return judge.Facts(spec.profile(where), 8, version, "tiny", known, options=drops.OPTIONS)
 
 
 def every(name: str) -> tuple[Bound, ...]:
