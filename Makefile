@@ -19,7 +19,8 @@ switch = $(if $(filter-out 0,$(strip $($(1)))),$(2))
 help: ## Print this help
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} \
 	  /^[a-zA-Z%_-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= HOSTS= LAUNCHER= RESULTS= TORCH_INDEX= ENV= COHERENCE_FROM= PLAN=1 REDACT=1\n'
+	@printf '\nOptions of a lane: PROFILE= ARM= CELLS= MODEL= PORT= HOSTS= LAUNCHER= RESULTS= TORCH_INDEX= ENV= COHERENCE_FROM=\n'
+	@printf '  SERVER_PYTHON= AIPERF_PYTHON= PLAN=1 REDACT=1\n'
 
 lane-%: setup ## Run a lane (lane-vllm): serve, sweep, keep the drop, judge it, print the row
 	@exec $(LANEKIT) run $* $(call option,PROFILE,--profile) $(call option,ARM,--arm) \
