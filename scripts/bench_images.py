@@ -99,12 +99,14 @@ def rebuild(changed: str, names: list[str], stack: str) -> Rebuild:
     path, mark = TOUCHED.get(changed, ("", ""))
     if changed == "hook":
         names = [name for name in names if following(name, mark)]
+    if not names:  # bake would take none for all
+        return Rebuild(changed, 0.0, [], 0)
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         for folder in READ:
             shutil.copytree(paths.ROOT / folder, root / folder)
         if path:
-            (root / path).open("a").write("# touched\n")
+            (root / path).open("a").write(f"# touched {time.time_ns()}\n")
         seconds, report = bake(names, stack, root)
     return Rebuild(changed, seconds, ran(report), sum(following(name, mark) for name in names))
 

@@ -63,8 +63,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
             child.communicate(timeout=120)
 
 
-def until(results: Path, happened: Callable[[Manifest], bool], seconds: float = 120) -> Manifest:
-    """Wait until the newest drop's manifest says so."""
+def until(results: Path, happened: Callable[[Manifest], bool], seconds: float = 300) -> Manifest:
+    """Wait until the newest drop's manifest says so: at a load of 20, 120 s were too short."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(Exception):
