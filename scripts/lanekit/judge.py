@@ -299,7 +299,8 @@ def _twice(lines: Sequence[Line], logs: Logs) -> list[str]:
         if rank is not None and pid:
             pids[rank].add(pid)
     twice = sorted((rank, found) for rank, found in pids.items() if len(found) > 1)
-    return [f"{r.host} [{r.local}] by processes {' and '.join(sorted(p))}" for r, p in twice[:1]]
+    shown = ((f"{r.host} [{r.local}]".strip(), " and ".join(sorted(p))) for r, p in twice[:1])
+    return [f"{who} by processes {pids}" for who, pids in shown]
 
 
 def _line(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:

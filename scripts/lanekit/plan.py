@@ -200,8 +200,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options(command: Iterable[str]) -> dict[str, str]:
-    """`--name value`, `--name=value` and flags (True) of a command, also inside a quoted word."""
-    words = [x for each in command for x in (shlex.split(each) if " " in each else [each])]
+    """`--name value`, `--name=value` and flags (True) of a command, also inside a quoted word that
+    is a command itself; a path with spaces is none."""
+    words = [x for each in command for x in (shlex.split(each) if " -" in each else [each])]
     found = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue="-"):
         name, equals, value = word.partition("=")

@@ -165,10 +165,15 @@ def _differences(ours: Any, theirs: Any, at: str) -> Iterator[str]:
 def _same(ours: object, theirs: object) -> bool:
     """Equal, but for where a checkout stood: its lanes, its cache; and what a redacted path calls
     the folder of a drop's files."""
-    if not isinstance(ours, str) or not isinstance(theirs, str):
+    if ours == theirs or not isinstance(ours, str) or not isinstance(theirs, str):
         return ours == theirs
+    roots = (str(paths.LANES), str(paths.CACHE))
+    for root in roots:  # a word that is such a path: the folders above may have spaces in them
+        inside = ours.removeprefix(f"{root}/")
+        if ours != inside and not re.search(r"\s", inside):
+            return theirs.startswith("/") and theirs.endswith(f"/{inside}")
     pattern = re.escape(ours)
-    for folder in (str(paths.LANES), str(paths.CACHE), f"/{FILES}/"):
+    for folder in (*roots, f"/{FILES}/"):
         pattern = pattern.replace(re.escape(folder), r"/\S*")
     return re.fullmatch(pattern, theirs) is not None
 

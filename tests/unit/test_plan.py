@@ -210,3 +210,9 @@ def test_hosts_that_nobody_named_are_refused_before_an_engine_is_asked(
 ) -> None:
     with pytest.raises(ConfigError, match="has 2 hosts and none is named"):
         make(bare, profile="p5en-x2", launcher="compose")
+
+
+def test_options_of_a_command_in_a_folder_with_spaces() -> None:
+    """A path with spaces is one word; a command inside a shell's word is several."""
+    told = plan.options(["/a b/python", "--model", "/a b/tiny", "--x=/c d", "sh", "-c", "e --y 1"])
+    assert told == {"--model": "/a b/tiny", "--x": "/c d", "--y": "1"}

@@ -516,6 +516,23 @@ def test_a_plan_that_is_none_refutes_where_its_lane_is_the_same(
     assert (forged.outcome, forged.severity) == ("failed", "required")
 
 
+@pytest.mark.parametrize(
+    ("root", "met"), [("/a checkout/of mine", True), ("/x/y", True), ("elsewhere", False)]
+)
+def test_a_checkout_may_stand_in_a_folder_with_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, met: bool
+) -> None:
+    """A run of 2026-11-30 in such a clone was refuted by paths that were its own."""
+    monkeypatch.setattr(paths, "LANES", paths.ROOT / "lanes")
+    source = paths.ROOT / "results" / "20261130T154031Z-cpu-vllm-floor"
+    plan = json.loads((source / "manifest.json").read_text())["plan"]
+    stood = plan["model"]["path"].partition("/.cache/")[0]
+    shutil.copytree(source, tmp_path / "d")
+    manifest = tmp_path / "d" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"{stood}/', f'"{root}/'))
+    assert (check(verify(tmp_path / "d"), "lane").outcome == "met") == met
+
+
 @pytest.mark.usefixtures("known_lanes")
 def test_what_a_plan_hides_makes_no_difference(tmp_path: Path) -> None:
     """A variable named like a secret: the lane's own value is not in the drop either."""
