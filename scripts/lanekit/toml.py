@@ -1,12 +1,14 @@
 """Strict TOML: a file decodes into its struct, or fails with the key and the valid names."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from lanekit.errors import ConfigError
+from lanekit import reading
+from lanekit.errors import ConfigError, Unreadable
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -17,12 +19,13 @@ def load(path: Path, kind: type[T]) -> T:
     """Decode a TOML file into `kind`.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or holds a key or value its schema refuses.
+        ConfigError: the file is missing, a device, too large, not TOML, or holds a key or value its
+            schema refuses.
     """
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", remedy="Check the name.") from error
+        text = reading.small(Path(os.path.realpath(path)))
+    except Unreadable as error:
+        raise ConfigError(error.message, remedy="Check the name: a TOML file.") from error
     return decode(text, kind, where=str(path))
 
 

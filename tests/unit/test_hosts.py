@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import hosts, machine, paths, plan, planning, spec
+from lanekit import hosts, machine, paths, plan, planning, reading, spec
 from lanekit.errors import ConfigError
 
 TWO = spec.profile("p5en-x2")
@@ -68,6 +68,7 @@ def test_without_hosts_one_host_is_this_machine_and_two_are_placeholders() -> No
         ("a,b:99999", "99999 is no port", "65535"),
         ("a,b;reboot", "cannot be a name", "spelling"),
         ("./nowhere.toml", "No such file", ""),
+        ("/dev/null", "not a regular file", "a TOML file"),  # as /dev/zero is, which has no end
     ],
 )
 def test_hosts_that_make_no_sense_are_refused(given: str, message: str, remedy: str) -> None:
@@ -95,6 +96,17 @@ def test_a_bad_inventory_is_refused(tmp_path: Path, text: str, message: str) -> 
     path = tmp_path / "fleet.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        fleet(str(path))
+
+
+def test_an_inventory_is_small_and_may_be_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "fleet.toml", tmp_path / "link.toml"
+    path.write_text('[[host]]\naddress = "a"\n[[host]]\naddress = "b"\n')
+    link.symlink_to(path)
+    assert [host.name for host in fleet(str(link))] == ["a", "b"]
+    with path.open("a") as stream:
+        stream.write("#" * reading.LIMIT)
+    with pytest.raises(ConfigError, match="larger than"):
         fleet(str(path))
 
 
