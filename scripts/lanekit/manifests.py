@@ -71,7 +71,7 @@ def standing(plan: Plan) -> list[Object]:
 def job(plan: Plan, cell: str) -> Object:
     """The indexed Job of a batch cell: a pod a host, none of which is started twice."""
     run, hosts = of(plan), len(plan.hosts)
-    program = Service(cell, plan.hosts[0].name, plan.cells[cell].command, {})
+    program = Service(cell, plan.hosts[0].name, plan.cells[cell].command, plan.cells[cell].env)
     pod = _pod(plan, [program], index="JOB_COMPLETION_INDEX")
     pod["spec"] |= {"restartPolicy": "Never", "subdomain": run}
     return {
@@ -217,7 +217,8 @@ def _pod(plan: Plan, services: Sequence[Service], *, index: str, load: bool = Fa
     }  # fmt: skip
     if plan.warm:
         # Ranks wait for each other when they meet, and no rank starts before its host is warm.
-        warm = _container(plan, profile, Service(WARM, "", (), {}), images["server"], index)
+        first = Service(WARM, "", (), plan.warm.env)
+        warm = _container(plan, profile, first, images["server"], index)
         limit = f"{plan.warm.deadline_s:.0f}"
         body["initContainers"] = [{**warm, "command": ["timeout", limit, *warm["command"]]}]
     if profile.instance:
@@ -241,7 +242,7 @@ def _container(
         "name": service.name,
         "image": image,
         "command": ["/bin/sh", "-c", f"exec /bin/sh {SHARE}/{service.name}-{number}.sh"],
-        "env": [_secret(key) for key in ("HF_TOKEN", *filter(is_secret, service.env))],
+        "env": _secrets(service.env),
         "resources": {"requests": {**asked, **limits}, "limits": limits},
         "securityContext": _LOCKED,
         "volumeMounts": [
@@ -269,20 +270,24 @@ def _loader(plan: Plan, image: str) -> Object:
                             {"name": "drop", "mountPath": plan.drop}]  # fmt: skip
     mounts += [{"name": f"models{n}", "mountPath": path, "readOnly": True}
                for n, path in enumerate(_models(plan))]  # fmt: skip
+    given = {"HOME": "/tmp", **plan.extra_env}
+    # Kubernetes fills in $(NAME) in a value, and reads $$ as one $.
+    env: list[Object] = [{"name": k, "value": v.replace("$", "$$")}
+                         for k, v in given.items() if not is_secret(k)]  # fmt: skip
     return {
         "name": "aiperf", "image": image, "command": ["sleep", "infinity"],
-        "env": [{"name": "HOME", "value": "/tmp"}, _secret("HF_TOKEN")],
+        "env": [*env, *_secrets(given)],
         "resources": {"requests": {"cpu": "2", "memory": "4Gi"}},
         "securityContext": _LOCKED, "volumeMounts": mounts,
     }  # fmt: skip
 
 
-def _secret(key: str) -> Object:
-    """A variable that the cluster fills in, where it has the Secret."""
-    return {
-        "name": key,
-        "valueFrom": {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}},
-    }
+def _secrets(env: Mapping[str, str]) -> list[Object]:
+    """Variables that the cluster fills in, where it has the Secret: each once, or it refuses."""
+    return [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}}
+        for key in dict.fromkeys(("HF_TOKEN", *filter(is_secret, env)))
+    ]
 
 
 def _volumes(plan: Plan) -> list[Object]:

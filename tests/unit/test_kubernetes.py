@@ -295,6 +295,26 @@ def test_nothing_secret_is_written(bare: machine.Machine, checkout: Path) -> Non
     assert "secretKeyRef" in text
 
 
+def test_what_env_gives_reaches_every_container_once(bare: machine.Machine, checkout: Path) -> None:
+    """AIPerf's too, and batch programs'; a secret by its name alone, from the cluster's Secret."""
+    for row in ("vllm", "micro"):
+        options = planning.Options(
+            lane=row, profile=ROWS[row]["profile"], launcher="kubernetes", start=False,
+            env=("A=$(B) $c", "MY_TOKEN=hf_x", "HF_TOKEN=hf_y", "HOME=/h"),
+        )  # fmt: skip
+        found = objects(planning.make(options, bare))
+        pods = [pod["spec"] for each in found for pod in templates(each)]
+        held = [c for pod in pods for c in (*pod["containers"], *pod.get("initContainers", ()))]
+        for container in held:
+            names = [each["name"] for each in container["env"]]
+            assert {"MY_TOKEN", "HF_TOKEN"} <= {*names}, container["name"]
+            assert len({*names}) == len(names), container["name"]
+        values = [{e["name"]: e.get("value") for e in c["env"]}
+                  for c in held if c["name"] == "aiperf"]  # fmt: skip
+        assert [(v["A"], v["HOME"]) for v in values] == [("$$(B) $$c", "/h")] * (row == "vllm")
+        assert "hf_" not in yaml.safe_dump_all(found)
+
+
 def listed(**status: Any) -> dict[str, Any]:
     labels = {"leaderworkerset.sigs.k8s.io/worker-index": "1"}
     return {"items": [{"metadata": {"name": "lane-0-1", "labels": labels}, "status": status}]}
