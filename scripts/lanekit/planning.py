@@ -395,7 +395,7 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     fleet, hosts_why = hosts.fleet(options.hosts, profile, here.host)
     if options.start:
         _require_named(launcher, hosts_why, profile)
-    fleet = _addressed(fleet, launcher, lane, drop)
+    fleet = _addressed(fleet, hosts_why, launcher, lane, drop)
     if launcher in ("compose", "kubernetes") or (launcher == "slurm" and not options.server_python):
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
         stack = declared.stack or lane.stack
@@ -467,11 +467,11 @@ def _published(name: str, stack: str, options: Options, _leader: Host) -> str:
 
 
 def _addressed(
-    fleet: tuple[Host, ...], launcher: str, lane: spec.Lane, drop: Path
+    fleet: tuple[Host, ...], why: str, launcher: str, lane: spec.Lane, drop: Path
 ) -> tuple[Host, ...]:
     """Hosts as a scheduler will call them: pods by name, Slurm's nodes when it has chosen them."""
     if launcher == "slurm":
-        return slurm.addressed(fleet)
+        return slurm.addressed(fleet, why)
     if launcher != "kubernetes":
         return fleet
     serve = paths.LANES / lane.name / "serve.yaml"

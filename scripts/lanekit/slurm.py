@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from lanekit import drop as drops
-from lanekit import paths, process, spec
+from lanekit import hosts, paths, process, spec
 from lanekit.errors import ConfigError, HostLost, LaneError
 from lanekit.manifest import Process
 from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, is_secret
@@ -32,24 +32,26 @@ DEAF_S: Final = 60.0  # a controller may restart
 COMMAND_S: Final = 30
 ENDED_S: Final = 45.0
 ALIVE: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
+# sbatch splits at spaces, reads quotes and #, and fills in %j; pyxis splits at commas and colons.
+_BATCH: Final = re.compile(r"[\s\"'\\#%]")
+_MOUNT: Final = re.compile(r"[,:\n]")
 _NODE: Final = re.compile(r"\$\{LANE_NODE_\d+\}")
 
 
-def addressed(fleet: Sequence[Host]) -> tuple[Host, ...]:
-    """Hosts that nobody named, under the variables that a job fills in when Slurm has chosen."""
+def addressed(fleet: Sequence[Host], why: str) -> tuple[Host, ...]:
+    """Hosts that nobody named, under the variables that a job fills in when Slurm has chosen.
+
+    why: as the plan's hosts_why.
+    """
+    unnamed = why == hosts.UNNAMED
     return tuple(
         msgspec.structs.replace(
             host,
             ssh="",
-            address=f"${{LANE_NODE_{host.node_rank}}}" if unnamed(host) else host.address,
+            address=f"${{LANE_NODE_{host.node_rank}}}" if unnamed else host.address,
         )
         for host in fleet
     )
-
-
-def unnamed(host: Host) -> bool:
-    """Whether a host only stands for one (lanekit.hosts)."""
-    return host.name == f"host-{host.node_rank + 1}"
 
 
 def quote(word: str) -> str:
@@ -77,7 +79,7 @@ def batch(plan: Plan, what: str, services: Sequence[str], minutes: int) -> str:
         "job-name": f"lane-{plan.lane}-{what}", "nodes": len(plan.hosts), "ntasks-per-node": 1,
         "time": minutes, "output": folder / f"{what}.txt",
         **({"gpus-per-node": profile.gpus} if profile.gpus else {}),
-        **({} if unnamed(plan.hosts[0]) or len(plan.hosts) == 1
+        **({} if plan.hosts_why == hosts.UNNAMED or len(plan.hosts) == 1
            else {"nodelist": ",".join(h.name for h in plan.hosts)}),
     }  # fmt: skip
     names = [f"export LANE_NODE_{n}=${{nodes[{n}]}}" for n in range(len(plan.hosts))]
@@ -116,12 +118,30 @@ def _container(plan: Plan) -> list[str]:
     if plan.containers is None:
         return []
     registry, _, image = plan.containers.images["server"].partition("/")
-    read = [str(paths.LANES / plan.lane), plan.hosts[0].models,
-            plan.model.path if Path(plan.model.path).is_absolute() else ""]  # fmt: skip
-    mounts = [f"{plan.drop}:{plan.drop}", *(f"{path}:{path}:ro" for path in read if path),
+    mounts = [f"{plan.drop}:{plan.drop}", *(f"{path}:{path}:ro" for path in _read(plan)),
               f"{_kept(plan)}:{KEPT}"]  # fmt: skip
     return [f"--container-image={registry}#{image}", f"--container-mounts={','.join(mounts)}",
             "--no-container-mount-home", "--no-container-remap-root"]  # fmt: skip
+
+
+def _read(plan: Plan) -> list[str]:
+    """Folders that a container reads: the lane's, a folder of models, a model."""
+    read = [str(paths.LANES / plan.lane), plan.hosts[0].models,
+            plan.model.path if Path(plan.model.path).is_absolute() else ""]  # fmt: skip
+    return [path for path in read if path]
+
+
+def _require_plain(plan: Plan) -> None:
+    """Refuse paths that a line of sbatch or a mount of pyxis would read as something else."""
+    asked = [(_BATCH, plan.drop)]
+    if plan.containers:
+        asked += [(_MOUNT, path) for path in (plan.drop, str(_kept(plan)), *_read(plan))]
+    for form, path in asked:
+        if found := form.search(path):
+            raise ConfigError(
+                f"Slurm cannot be given the path {path!r}: it holds {found[0]!r}",
+                remedy="Use a folder without it: RESULTS=DIR, MODEL=DIR, or another checkout.",
+            )
 
 
 def _kept(plan: Plan) -> Path:
@@ -195,13 +215,15 @@ def launching(
     """The scripts of a plan, written; every job of it is cancelled at the end.
 
     Raises:
-        ConfigError: no Slurm here, or a serving lane, whose server only a job could reach.
+        ConfigError: no Slurm here, or a serving lane, whose server only a job could reach, or
+            a path that Slurm would misread.
     """
     if plan.driver != "batch":
         raise ConfigError(
             f"lane {plan.lane} serves; the slurm launcher runs batch lanes",
             remedy="Serve inside an allocation: salloc, then LAUNCHER=process or compose there.",
         )
+    _require_plain(plan)
     (drop.path / FOLDER).mkdir()
     command(env, "sinfo", "--version")
     if plan.containers and not plan.hosts[0].cache:
@@ -234,6 +256,8 @@ class SlurmLauncher:
             ConfigError: sbatch rejects it, with its own words.
         """
         led = Service(name, self._plan.hosts[0].name, cell.command, cell.env)
+        # Never all of cell.env: sbatch itself is found and runs by the PATH that a run inherits.
+        secrets = {k: v for k, v in cell.env.items() if is_secret(k)}
         for number, (service, log) in enumerate(zip((led, *cell.workers), logs, strict=True)):
             keeps = self._plan.containers.keeps if self._plan.containers else {}
             named = msgspec.structs.replace(service, env=keeps | service.env)
@@ -242,7 +266,8 @@ class SlurmLauncher:
         path = self._folder / f"{name}.sbatch"
         path.write_text(batch(self._plan, name, [name], int(cell.deadline_s // 60) + 5))
         try:
-            told = command({**env, **self._env}, "sbatch", "--parsable", self._exported, str(path))
+            words = ("--parsable", self._exported(secrets), str(path))
+            told = command({**env, **self._env, **secrets}, "sbatch", *words)
         except HostLost as error:
             raise ConfigError(
                 f"sbatch rejected {path}: {error.message}",
@@ -254,10 +279,10 @@ class SlurmLauncher:
         self._say(f"{name}: job {job}")
         return JobTask(self._plan, job, self._env, logs)
 
-    @property
-    def _exported(self) -> str:
-        """Only what a run inherits reaches the ranks; sbatch would take all of this environment."""
-        names = {*self._env, *(name for name in os.environ if name == "SLURM_CONF")}
+    def _exported(self, secrets: Mapping[str, str]) -> str:
+        """Only what a run inherits reaches the ranks, and secrets, which no script holds; sbatch
+        would take all of this environment."""
+        names = {*self._env, *secrets, *(name for name in os.environ if name == "SLURM_CONF")}
         return f"--export={','.join(sorted(names))}"
 
     def check(self) -> None:

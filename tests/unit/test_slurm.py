@@ -2,10 +2,12 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from lanekit import drop as drops
 from lanekit import machine, planning, slurm, spec
 from lanekit.errors import ConfigError
 from lanekit.plan import Containers, Plan, Service
@@ -51,6 +53,65 @@ def test_named_hosts_are_asked_for_and_numbered_as_the_plan_has_them(
     text = slurm.batch(made, "decode", ["decode"], 15)
     assert "#SBATCH --nodelist=z9,a1" in text
     assert "export LANE_NUMBERS='[z9]=0 [a1]=1'" in text
+
+
+def test_hosts_that_look_like_placeholders_are_still_named(
+    bare: machine.Machine, checkout: Path
+) -> None:
+    options = planning.Options(
+        lane="micro", profile="cpu-x2", launcher="slurm", start=False, hosts="host-1,host-2"
+    )
+    made = planning.make(options, bare)
+    assert [host.address for host in made.hosts] == ["host-1", "host-2"]
+    assert "#SBATCH --nodelist=host-1,host-2" in slurm.batch(made, "decode", ["decode"], 15)
+
+
+def test_a_secret_given_by_env_reaches_the_ranks_by_its_name_alone(
+    bare: machine.Machine, checkout: Path, tmp_path: Path
+) -> None:
+    """What sbatch is asked and finds in its environment, which a program in its place writes down;
+    it wins over the inherited value, and is in no file."""
+    options = planning.Options(
+        lane="micro", profile="cpu-x2", launcher="slurm", start=False,
+        env=("MY_TOKEN=hf_given", "HF_TOKEN=hf_given", "PATH=/nowhere"),
+    )  # fmt: skip
+    made = planning.make(options, bare)
+    made = msgspec.structs.replace(made, drop=str(tmp_path / "drop"), containers=None)
+    drop = drops.Drop.create(made)
+    (drop.path / slurm.FOLDER).mkdir()
+    asked = tmp_path / "asked"
+    program = tmp_path / "sbatch"
+    program.write_text(f'#!/bin/bash\necho "$@" $MY_TOKEN $HF_TOKEN >{asked}; echo 7\n')
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HF_TOKEN": "inherited"}
+    cell = made.cells["decode"]
+    launcher = slurm.SlurmLauncher(made, drop, env, lambda _: None)
+    launcher.task("decode", cell, {**env, **cell.env}, [tmp_path / "a", tmp_path / "b"])
+    _, exported, _, *values = asked.read_text().split()
+    assert {"MY_TOKEN", "HF_TOKEN", "PATH"} <= {*exported.removeprefix("--export=").split(",")}
+    assert values == ["hf_given", "hf_given"]
+    for path in (drop.path / slurm.FOLDER).iterdir():
+        assert "hf_given" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("folder", "change"),
+    [("a b", {}), ("a\nb", {}), ("a%j", {}), ('a"b', {}),
+     ("a,b", {"containers": HELD}), ("a:b", {"containers": HELD}),
+     ("a", {"containers": HELD, "models": "/x,/etc:/y"})],
+)  # fmt: skip
+def test_a_path_that_slurm_would_misread_is_refused(
+    plan: Plan, tmp_path: Path, folder: str, change: dict[str, Any]
+) -> None:
+    leader = msgspec.structs.replace(plan.hosts[0], models=change.get("models", ""))
+    made = msgspec.structs.replace(
+        plan, drop=str(tmp_path / folder), hosts=(leader, *plan.hosts[1:]),
+        containers=change.get("containers"),
+    )  # fmt: skip
+    opened = slurm.launching(made, drops.Drop.create(made), {}, lambda _: None)
+    with pytest.raises(ConfigError, match="Slurm cannot be given the path") as caught, opened:
+        pass
+    assert "RESULTS=DIR" in caught.value.remedy
 
 
 def test_a_job_asks_for_every_node_whole_and_for_its_gpus(plan: Plan) -> None:
