@@ -32,8 +32,8 @@ DEAF_S: Final = 60.0  # a controller may restart
 COMMAND_S: Final = 30
 ENDED_S: Final = 45.0
 ALIVE: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT")
-# sbatch  refuses a space or a quote, cuts at #, drops \ and fills in %j (2026-11-30); pyxis
-# splits mounts at commas and colons by its documentation.
+# sbatch 22.05.8 refuses a space or a quote, cuts at #, drops \ and fills in %j (2026-11-30); mounts
+# for pyxis are written FROM:TO:ro,FROM:TO.
 _BATCH: Final = re.compile(r"[\s\"'\\#%]")
 _MOUNT: Final = re.compile(r"[,:\n]")
 _NODE: Final = re.compile(r"\$\{LANE_NODE_\d+\}")
