@@ -133,10 +133,18 @@ def triage(root: Path) -> Found:
     events = [e for path in wanted for e in _events(root, path, table, near)]
     if manifest and manifest.failure and not any(_decides(e) for e in events):
         events += _of_manifest(manifest.failure, table, near)
-    state = f"{manifest.state}: {manifest.failure or 'no failure recorded'}" if manifest else ""
+    state = f"{manifest.state}: {manifest.failure or _silent(manifest)}" if manifest else ""
     ended = manifest is not None and manifest.state == "complete" and not manifest.failure
     found = Found(str(root), state, len(wanted), ended=ended)
     return _decided(found, sorted(events, key=lambda e: e.order))
+
+
+def _silent(manifest: Manifest) -> str:
+    """What a manifest without a failure says: a run that is killed with its machine or by `kill -9`
+    leaves the state that it was in."""
+    if manifest.state in drop.ENDS:
+        return "no failure recorded"
+    return "it goes on, or was killed there with no time to say so"
 
 
 def _decides(event: Event) -> bool:

@@ -161,6 +161,8 @@ def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
     assert "manifest: complete: no failure recorded" in said(drop)
     assert "nothing failed in " in said(drop)
     assert triage.triage(drop).exit_code == 0
+    drops.edit_json(drop / "manifest.json", state="sweeping")
+    assert "manifest: sweeping: it goes on, or was killed there" in said(drop)
     drops.edit_json(drop / "manifest.json", state="interrupted")
     assert triage.triage(drop).exit_code == 2
     failure = "LaneError: the disk of DIR is full: No space left on device"
