@@ -15,6 +15,7 @@ import msgspec
 
 from lanekit import paths, toml
 from lanekit.errors import ConfigError
+from lanekit.plan import OPTION
 
 RULES: Final = "rules"
 FOREIGN: Final = "foreign"
@@ -180,7 +181,7 @@ def _check_rule(name: str, rule: Rule) -> None:
 
 def _known(name: str) -> bool:
     """Whether an expectation can name it: a variable of ours, an option, an environment's."""
-    return name in _VARIABLES or name.startswith("--") or (name.isupper() and name.isidentifier())
+    return name in _VARIABLES or name.startswith(OPTION) or (name.isupper() and name.isidentifier())
 
 
 def _many(wanted: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Final
 from lanekit import ranks, scan
 from lanekit.clock import SLACK, Window, shown
 from lanekit.contract import Bound, Rule
+from lanekit.plan import OPTION
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
 
@@ -81,7 +82,7 @@ class Facts:
         if not wanted.startswith("$"):
             return wanted
         name, _, usual = wanted[1:].partition("|")
-        if name.isupper() or name.startswith("--"):
+        if name.isupper() or name.startswith(OPTION):
             return None if self.options is None else self.options.get(name, usual) or None
         fabric = self.profile.fabric
         known: dict[str, object] = {

@@ -199,14 +199,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     warm: CellPlan | None = None
 
 
+OPTION: Final = ("--", "-cc.")  # how the name of an option begins
+
+
 def options(command: Iterable[str]) -> dict[str, str]:
-    """`--name value`, `--name=value` and flags (True) of a command, also inside a quoted word that
-    is a command itself; a path with spaces is none."""
+    """`--name value`, `--name=value`, flags (True) and vLLM's `-cc.name=value` of a command, also
+    inside a quoted word that is a command itself; a path with spaces is none."""
     words = [x for each in command for x in (shlex.split(each) if " -" in each else [each])]
     found = {}
     for word, after in itertools.zip_longest(words, words[1:], fillvalue="-"):
         name, equals, value = word.partition("=")
-        if name.startswith("--"):
+        if name.startswith(OPTION):
             found[name] = value if equals else "True" if after.startswith("-") else after
     return found
 

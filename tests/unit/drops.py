@@ -43,7 +43,8 @@ VLLM: Final = (
     "(EngineCore pid=7) INFO 11-30 11:00:02 [core.py:114] Initializing a V1 LLM engine (v0.24.0) "
     "with config: model='/models/tiny', load_format=auto, tensor_parallel_size=1, "
     "pipeline_parallel_size=1, data_parallel_size=1, enforce_eager=False, device_config=cpu, "
-    "seed=0, served_model_name=tiny, x=1",
+    "seed=0, served_model_name=tiny, x=1, compilation_config={'mode': <CompilationMode.NONE: 0>, "
+    "'cudagraph_mode': <CUDAGraphMode.NONE: 0>, 'y': 1}",
     "(Worker pid=9) INFO 11-30 11:00:03 [parallel_state.py:1588] world_size=1 rank=0 local_rank=0 "
     "distributed_init_method=tcp://127.0.0.1:52679 backend=gloo",
 )

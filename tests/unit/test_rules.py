@@ -324,6 +324,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("V1 LLM", "eager=False", "eager=True"),  # of another arm
         change_one("V1 LLM", "load_format=auto", "load_format=dummy"),
         change_one("V1 LLM", "/models/tiny", "/models/other"),
+        change_one("V1 LLM", "CUDAGraphMode.NONE", "CUDAGraphMode.FULL"),
     ],
     "vllm-expert-parallel": [
         drop_all("non-default"),
