@@ -385,6 +385,7 @@ def test_a_plan_that_its_lane_would_not_make_refutes(
         lambda x: x["cells"]["c4"].update(deadline_s=5.0),
         lambda x: x["services"][0].update(env={"FOO": "1"}),
         lambda x: x.update(extra_env={"FOO": "1"}),
+        lambda x: x["cells"]["c4"]["env"].update(lane_sha256="/another.so"),
         lambda x: x.update(schema=-1),
         lambda x: x.update(hosts=["here"]),
     ],
@@ -424,6 +425,9 @@ def test_variables_of_a_person_s_own_are_said_and_may_not_make_another_arm(tmp_p
     known = msgspec.structs.replace(lane, arms=lane.arms | {"floor": arm})
     first = row.checks(drop_module.read(tmp_path / "d"), known)[0]
     assert (first.outcome, first.actual) == ("failed", "ENV= made A 1, the arm is 2")
+    known = msgspec.structs.replace(lane, arms=lane.arms | {"another": arm})
+    first = row.checks(drop_module.read(tmp_path / "d"), known)[0]
+    assert (first.outcome, first.actual) == ("failed", "ENV= made A 1, the arm is without it")
 
 
 def older_file(folder: Path, manifest: str, lacks: list[str]) -> Path:
