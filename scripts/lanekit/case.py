@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import msgspec
@@ -277,9 +278,10 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
 def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]) -> batch.Taken:
     """A cell's records beside its command, its log and the run's clock."""
     planned = _at(manifest.plan, "cells", cell)
-    log, command = subject.root / str(_at(planned, "log")), _at(planned, "command")
+    name, command = str(_at(planned, "log")), _at(planned, "command")
     printed: frozenset[tuple[str, ...]] = frozenset()
-    if log in subject.files:
+    here = (subject.root / f"{name}{packed}" for packed in ("", *logs.PACKED))
+    for log in (path for path in here if path in subject.files):
         with logs.errors(log), logs.opened(log) as stream:
             printed = batch.printed(stream, found)
     words = tuple(map(str, command)) if isinstance(command, list) else ()
@@ -347,13 +349,17 @@ def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
 
 
 def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> Check:
-    """Every file is the one the run left; the verdict's own file and the manifest aside."""
+    """Every file is the one the run left; the verdict's own file and the manifest aside. A log that
+    was packed since is its contents."""
     there = {path.relative_to(drop).as_posix(): path for path in files}
+    for name in [x for x in there if x.startswith("logs/") and x.endswith(logs.PACKED)]:
+        if (plain := name.rpartition(".")[0]) in listed and plain not in there:
+            there[plain] = there.pop(name)
     missing = sorted(set(listed) - set(there))
     added = sorted(set(there) - set(listed) - set(UNLISTED))
     both = sorted(set(listed) & set(there))
     with concurrent.futures.ThreadPoolExecutor() as pool:  # hashing leaves the interpreter free
-        digests = list(pool.map(lambda name: drops.sha256(there[name]), both))
+        digests = list(pool.map(lambda name: _digest(there[name], name), both))
     changed = [name for name, digest in zip(both, digests, strict=True) if digest != listed[name]]
     bad = [f"changed: {n}" for n in changed] + [f"added: {n}" for n in added]
     shown = [*bad[:SHOWN], *([f"{len(bad) - SHOWN} more"] if len(bad) > SHOWN else [])]
@@ -369,8 +375,23 @@ def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> 
         first=first,
         last=first,
         missing=tuple(missing),
-        remedy="Fetch the drop again." if bad or missing else "",
+        remedy=""
+        if not bad and not missing
+        else "Fetch the drop again."
+        if changed or missing
+        else "Remove what was put there.",
     )
+
+
+def _digest(path: Path, name: str) -> str:
+    """The sha256 of a file, or of what was packed into it under another name."""
+    if path.name == PurePosixPath(name).name:
+        return drops.sha256(path)
+    found = hashlib.sha256()
+    with logs.errors(path), logs.opened(path) as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _copies(subject: Subject) -> Check:

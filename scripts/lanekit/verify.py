@@ -34,7 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Judge, print, write; returns 0 proven, 1 refuted, 2 no verdict."""
     from lanekit import render  # noqa: PLC0415
+    from lanekit.drop import VERDICT  # noqa: PLC0415
 
+    for path in (args.json, args.junit):
+        if path and path.name != VERDICT and args.drop.resolve() in path.resolve().parents:
+            raise ConfigError(
+                f"{path} is in the drop: no file may be added to it",
+                remedy="Choose a file beside it.",
+            )
     found = verify(args.drop, lane=args.lane, arm=args.arm, profile=args.profile)
     print(render.text(found, colour=render.wants_colour(sys.stdout)))
     for path, content in ((args.json, render.as_json), (args.junit, render.junit)):

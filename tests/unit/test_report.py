@@ -1,5 +1,6 @@
 """RESULTS.md holds what is committed: a run of one's own must not change a committed file."""
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -66,3 +67,17 @@ def test_a_committed_row_cannot_be_sold_as_another_arm_s(tmp_path: Path) -> None
     (drop / answers.NAME).write_bytes(answers.encode(header, found.answers))
     (drop / "manifest.json").write_text(json.dumps(manifest))
     assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu"
+
+
+@pytest.mark.parametrize("kind", ["vllm-floor", "micro-gloo", "megatron-alltoall"])
+def test_logs_that_were_packed_since_are_what_is_in_them(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / "d"
+    shutil.copytree(next(paths.RESULTS.glob(f"2*-cpu-{kind}")), root)
+    for log in (root / "logs").glob("*.log"):
+        (root / "logs" / f"{log.name}.gz").write_bytes(gzip.compress(log.read_bytes()))
+        log.unlink()
+    assert verify.verify(root).result == "proven"
+    packed = next((root / "logs").glob("*.gz"))
+    packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + b"one line more\n"))
+    changed = f"changed: logs/{packed.name.removesuffix('.gz')}"
+    assert next(x for x in verify.verify(root).checks if x.id == "files").actual == changed

@@ -15,7 +15,7 @@ import drops
 import msgspec
 import pytest
 
-from lanekit import contract, lanes, logs, paths, planning, row, scan, spec
+from lanekit import cli, contract, lanes, logs, paths, planning, row, scan, spec
 from lanekit import drop as drop_module
 from lanekit import verify as verify_module
 from lanekit.errors import ConfigError, LaneError, Unreadable
@@ -268,6 +268,17 @@ def test_an_added_file_refutes(tmp_path: Path) -> None:
     root = drops.drop(tmp_path / "d")
     (root / "logs" / "late-server.log").write_text("evidence made afterwards\n")
     assert check(verify(root), "files").actual == "added: logs/late-server.log"
+
+
+def test_a_verdict_is_not_written_into_the_drop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be an added file, and refute the drop from then on."""
+    root = drops.drop(tmp_path / "d")
+    assert cli.main(["verify", str(root), "--json", str(root / "logs" / "out.json")]) == 2
+    assert "is in the drop" in capsys.readouterr().err
+    assert verify(root).result == "proven"
+    assert cli.main(["verify", str(root), "--json", str(tmp_path / "out.json")]) == 0
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
