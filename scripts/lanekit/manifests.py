@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from lanekit import paths, process, spec
+from lanekit.errors import ConfigError
 from lanekit.plan import KEPT, KEYS, CellPlan, Host, Plan, Service, is_secret
 from lanekit.spec import WARM
 
@@ -26,6 +27,8 @@ SHARE: Final = "/lane/run"
 EFA: Final = "vpc.amazonaws.com/efa"
 GPU: Final = "nvidia.com/gpu"
 HUGE: Final = "5120Mi"  # EFA's bounce buffers: 2560 pages of 2 MiB, as AWS's own examples ask for
+
+CONFIG_MAP: Final = 1 << 20  # bytes that a ConfigMap may hold, by Kubernetes' own documentation
 
 Object = dict[str, Any]
 
@@ -105,6 +108,13 @@ def _scripts(plan: Plan) -> Object:
         data[f"{name}-0.sh"] = script(held.command, keeps | held.env, wait)
         data |= {f"{name}-{number[w.host]}.sh": script(w.command, keeps | w.env)
                  for w in held.workers}  # fmt: skip
+    size = sum(len(name) + len(text.encode()) for name, text in data.items())
+    if size > CONFIG_MAP:
+        raise ConfigError(
+            f"the commands of {len(plan.hosts)} hosts take {size} bytes, a ConfigMap holds"
+            f" {CONFIG_MAP}",
+            remedy="Take fewer hosts, or LAUNCHER=slurm.",
+        )
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(plan), "data": data}
 
 

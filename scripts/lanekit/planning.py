@@ -396,6 +396,8 @@ def choose(options: Options, here: machine.Machine) -> Choice:
     if options.start:
         _require_named(launcher, hosts_why, profile)
     fleet = _addressed(fleet, hosts_why, launcher, lane, drop)
+    if launcher == "kubernetes" and hosts_why != hosts.UNNAMED:
+        hosts_why += "; the cluster places the pods: only the leader's folders are taken"
     if launcher in ("compose", "kubernetes") or (launcher == "slurm" and not options.server_python):
         environments = {n: Environment(f"image {i}", IMAGE_PYTHON, {}) for n, i in names.items()}
         stack = declared.stack or lane.stack

@@ -237,6 +237,25 @@ def test_every_pod_runs_the_plans_own_command_under_the_clusters_own_names(
         assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
 
 
+def test_what_a_config_map_cannot_hold_is_refused_before_anything_is_made(
+    plans: dict[str, Plan],
+) -> None:
+    plan = plans["vllm"]
+    first = plan.services[0]
+    long = msgspec.structs.replace(first, env={"X": "x" * manifests.CONFIG_MAP})
+    with pytest.raises(ConfigError, match="a ConfigMap holds 1048576") as caught:
+        manifests.standing(msgspec.structs.replace(plan, services=(long, *plan.services[1:])))
+    assert "LAUNCHER=slurm" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("checkout")
+def test_hosts_named_for_a_cluster_are_said_to_be_placed_by_it(bare: machine.Machine) -> None:
+    options = planning.Options(lane="vllm", profile="p5en-x2", launcher="kubernetes", start=False)
+    named = msgspec.structs.replace(options, hosts="a,b")
+    assert "the cluster places the pods" in planning.make(named, bare).hosts_why
+    assert "cluster" not in planning.make(options, bare).hosts_why
+
+
 def test_a_pod_is_warm_before_its_ranks_start_and_keeps_what_it_compiled(
     plans: dict[str, Plan],
 ) -> None:
