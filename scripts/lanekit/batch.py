@@ -7,15 +7,13 @@ import argparse
 import contextlib
 import datetime
 import functools
-import importlib.util
 import io
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from lanekit import load, paths
+from lanekit import load, paths, programs
 from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place
 
@@ -143,14 +141,7 @@ def _parsed(program: Any, words: Sequence[str]) -> argparse.Namespace | None:
 def _program(name: str) -> Any:
     """A lane's program, which alone knows its options and what follows from them."""
     path = paths.ROOT / "lanes" / PROGRAMS[name] / name
-    known = f"lane_{PROGRAMS[name]}"
-    made = importlib.util.spec_from_file_location(known, path)
-    assert made is not None
-    assert made.loader is not None
-    module = importlib.util.module_from_spec(made)
-    sys.modules[known] = module  # where dataclasses look for their annotations
-    made.loader.exec_module(module)
-    return module
+    return programs.load(f"lane_{PROGRAMS[name]}", path)
 
 
 def clocks(cells: Mapping[str, Taken]) -> Check:

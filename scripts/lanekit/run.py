@@ -4,7 +4,6 @@ A lane's run.py says what its lane does with the steps of `Run`; this module say
 """
 
 import contextlib
-import importlib.util
 import shlex
 import shutil
 import socket
@@ -35,6 +34,7 @@ from lanekit import (
     patches,
     paths,
     process,
+    programs,
     render,
     report,
     slurm,
@@ -448,12 +448,9 @@ def _record(drop: drops.Drop, error: BaseException) -> None:
 
 def _script(lane: str) -> LaneScript:
     path = paths.LANES / lane / "run.py"
-    spec = importlib.util.spec_from_file_location(f"lane_{lane.replace('-', '_')}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise ConfigError(f"{path} is missing", remedy="A lane has lane.toml, serve.yaml, run.py.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    script: LaneScript = module
+    script: LaneScript = programs.load(f"run_{lane.replace('-', '_')}", path)
     return script
 
 

@@ -2,24 +2,17 @@
 
 The program runs in the lane's own environment, so these need a package index: `make test-all`."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lanekit import envs, paths, verify
+from lanekit import envs, paths, programs, verify
 
 pytestmark = pytest.mark.lane
 DRIVER = paths.LANES / "micro" / "ep_bench.py"
-SPEC = importlib.util.spec_from_file_location("ep_bench", DRIVER)
-assert SPEC is not None
-assert SPEC.loader is not None
-ep_bench: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["ep_bench"] = ep_bench  # dataclasses look their module up
-SPEC.loader.exec_module(ep_bench)
+ep_bench = programs.load("ep_bench", DRIVER)
 
 SMALL = [
     "--backend", "gloo", "--tokens", "1,8", "--decode", "4", "--hidden", "256", "--topk", "4",

@@ -7,7 +7,6 @@ TensorRT-LLM's wheel cannot be had: tests/unit/test_matrix.py holds its lane to 
 """
 
 import hashlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from lanekit import (
     pins,
     plan,
     planning,
+    programs,
     spec,
     variables,
 )
@@ -59,11 +59,7 @@ def stated(lane: str, reader: str, stack: str) -> dict[str, str]:
 
 def unread(names: dict[str, str], folder: Path) -> list[str]:
     """Variables that no file of their component below a folder holds, as the drift guard looks."""
-    found = importlib.util.spec_from_file_location("guard", images.IMAGES / "guard" / "guard.py")
-    assert found is not None
-    assert found.loader is not None
-    guard = sys.modules["guard"] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(guard)
+    guard = programs.load("guard", images.IMAGES / "guard" / "guard.py")
     return [each.what for each in guard.check_lane(names, sorted(folder.rglob("*")))]
 
 

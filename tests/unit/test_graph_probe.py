@@ -1,21 +1,16 @@
 """The graph probe from outside: each way a rank ends becomes one line; the ranks really end."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lanekit import programs
+
 PROBE = Path(__file__).parents[2] / "lanes" / "vllm" / "graph_probe.py"
-SPEC = importlib.util.spec_from_file_location("graph_probe", PROBE)
-assert SPEC is not None
-assert SPEC.loader is not None
-probe: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["graph_probe"] = probe  # dataclasses look their module up
-SPEC.loader.exec_module(probe)
+probe = programs.load("graph_probe", PROBE)
 
 ENDS = {
     "died": "import os; os.abort()",

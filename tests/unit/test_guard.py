@@ -4,7 +4,6 @@ The libraries are real ELF files made by the C compiler; only their names and te
 """
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,18 +15,13 @@ from types import ModuleType
 import pytest
 from tests.images.tree import EXPECT, OFI, SITE, library, nccl, plant
 
-from lanekit import images
+from lanekit import images, programs
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
 
 
 def _guard() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("guard", images.IMAGES / "guard" / "guard.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["guard"] = module
-    spec.loader.exec_module(module)
+    module: ModuleType = programs.load("guard", images.IMAGES / "guard" / "guard.py")
     return module
 
 

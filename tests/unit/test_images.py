@@ -1,15 +1,13 @@
 """The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lanekit import contents, image_commands, images, pins, registry, sbom
+from lanekit import contents, image_commands, images, pins, programs, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -282,12 +280,7 @@ def test_a_readme_without_a_table_is_refused() -> None:
 
 def _bench() -> ModuleType:
     path = images.IMAGES.parent / "scripts" / "bench_images.py"
-    found = importlib.util.spec_from_file_location("bench_images", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["bench_images"] = module  # dataclasses look their module up
-    found.loader.exec_module(module)
+    module: ModuleType = programs.load("bench_images", path)
     return module
 
 

@@ -1,20 +1,14 @@
 """The micro driver's arithmetic, without torch; tests/lanes runs the whole program."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lanekit import programs
+
 DRIVER = Path(__file__).parents[2] / "lanes" / "micro" / "ep_bench.py"
-SPEC = importlib.util.spec_from_file_location("ep_bench", DRIVER)
-assert SPEC is not None
-assert SPEC.loader is not None
-ep_bench: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["ep_bench"] = ep_bench  # dataclasses look their module up
-SPEC.loader.exec_module(ep_bench)
+ep_bench = programs.load("ep_bench", DRIVER)
 
 
 def record(**fields: object) -> dict[str, object]:

@@ -4,9 +4,7 @@ LOG has the lines that nemo_rl/algorithms/grpo.py of 46be4e8 prints (1416-1424, 
 parser was also run over what that code itself printed (2026-11-30). No log of a real run is public.
 """
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lanekit import compare, paths, published, training
+from lanekit import compare, paths, programs, published, training
 from lanekit.batch import Taken
 from lanekit.verdict import Verdict
 
@@ -48,12 +46,7 @@ LOG = """\
 
 @pytest.fixture(scope="module")
 def drive() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("drive", paths.LANES / "nemo-rl" / "drive.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["drive"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
+    module: ModuleType = programs.load("drive", paths.LANES / "nemo-rl" / "drive.py")
     return module
 
 

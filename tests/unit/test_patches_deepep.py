@@ -1,7 +1,6 @@
 """The files that our DeepEP series add: V2's deep_ep/utils/fabric.py over made-up /proc and /sys,
 V1's csrc/kernels/transport.cuh over an NVSHMEM that reorders."""
 
-import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from lanekit import patches
+from lanekit import patches, programs
 
 FILE = "deep_ep/utils/fabric.py"
 RING = b"\x7fELF...Next sequence number is in use...\0"
@@ -31,11 +30,7 @@ def added(series: str, file: str, tree: Path) -> Path:
 def fabric(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The module as the series leaves it: only its own file is taken from the patches."""
     path = added(request.param, FILE, tmp_path_factory.mktemp("tree"))
-    spec = importlib.util.spec_from_file_location("fabric", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module: ModuleType = programs.load("fabric", path)
     return module
 
 

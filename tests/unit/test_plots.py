@@ -1,23 +1,17 @@
 """The pictures hold what the proven drops hold, and nothing else."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import drops
 import pytest
 
+from lanekit import programs
 from lanekit.verdict import MicroRow
 
 pytestmark = pytest.mark.usefixtures("known_lanes")
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("plots", ROOT / "scripts" / "plots.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-plots: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["plots"] = plots
-SPEC.loader.exec_module(plots)
+plots = programs.load("plots", ROOT / "scripts" / "plots.py")
 
 
 @pytest.fixture

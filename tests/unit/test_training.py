@@ -1,10 +1,8 @@
 """The steps of a training lane: read, judged, and laid beside the reference."""
 
 import copy
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +11,7 @@ from typing import Any
 import drops
 import pytest
 
-from lanekit import paths, training
+from lanekit import paths, programs, training
 from lanekit.batch import Taken
 from lanekit.errors import Unreadable
 from lanekit.load import Run, window
@@ -156,12 +154,7 @@ def test_rows_hold_both_roles(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", paths.LANES / "megatron" / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
+    module: ModuleType = programs.load("train", paths.LANES / "megatron" / "train.py")
     return module
 
 
