@@ -144,37 +144,28 @@ target "nemo-rl-v1" {
 # when it changes. Never an image: without an output of its own, the docker driver exports a linked
 # target as well, and under its parent's tag (buildx 0.13.1, 2026-11-30).
 
+target "_made" {
+  target = "made"
+  output = ["type=cacheonly"]
+  tags   = []
+}
+
 target "_transport-base" {
-  inherits = ["transport-base"]
-  target   = "made"
-  output   = ["type=cacheonly"]
-  tags     = []
+  inherits = ["transport-base", "_made"]
 }
 
 target "_transport-v1" {
-  inherits = ["transport-v1"]
-  target   = "made"
-  output   = ["type=cacheonly"]
-  tags     = []
+  inherits = ["transport-v1", "_made"]
 }
 
 target "_transport-v2" {
-  inherits = ["transport-v2"]
-  target   = "made"
-  output   = ["type=cacheonly"]
-  tags     = []
+  inherits = ["transport-v2", "_made"]
 }
 
 target "_megatron" {
-  inherits = ["megatron"]
-  target   = "made"
-  output   = ["type=cacheonly"]
-  tags     = []
+  inherits = ["megatron", "_made"]
 }
 
 target "_megatron-v1" {
-  inherits = ["megatron-v1"]
-  target   = "made"
-  output   = ["type=cacheonly"]
-  tags     = []
+  inherits = ["megatron-v1", "_made"]
 }

@@ -98,14 +98,19 @@ def test_the_gloo_arm_through_sbatch_is_proven(
     assert left(slurm, tmp_path) == []
 
 
-def test_each_node_gets_its_own_command_with_the_names_that_slurm_chose(
-    slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    program = tmp_path / "python"
+def telling(folder: Path) -> str:
+    """A Python that only says where it was started, and with what."""
+    program = folder / "python"
     program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
                        'echo "$SLURMD_NODENAME $*"\n')  # fmt: skip
     program.chmod(0o755)
-    child = run(str(program), "--profile=cpu-x2")
+    return str(program)
+
+
+def test_each_node_gets_its_own_command_with_the_names_that_slurm_chose(
+    slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    child = run(telling(tmp_path), "--profile=cpu-x2")
     said, _ = child.communicate(timeout=120)
     assert manifest(tmp_path).state == "complete", said
     logs = [max(tmp_path.glob("2*")) / "logs" / f"host-{n}-decode.log" for n in (1, 2)]
@@ -120,11 +125,7 @@ def test_each_node_gets_its_own_command_with_the_names_that_slurm_chose(
 def test_named_nodes_keep_the_order_of_the_plan(
     slurm: Slurm, run: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\n'
-                       'echo "$SLURMD_NODENAME $*"\n')  # fmt: skip
-    program.chmod(0o755)
-    child = run(str(program), "--profile=cpu-x2", "--hosts=node-2,node-1")
+    child = run(telling(tmp_path), "--profile=cpu-x2", "--hosts=node-2,node-1")
     said, _ = child.communicate(timeout=120)
     assert manifest(tmp_path).state == "complete", said
     text = (max(tmp_path.glob("2*")) / "logs" / "node-2-decode.log").read_text()
