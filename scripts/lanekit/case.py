@@ -128,8 +128,12 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    found = (log.unpacked for log in logs.find(drop, files, ours=True))
-    checks = [_integrity(drop, files, manifest.files), _copies(subject), row.logs(plan, found)]
+    found = _found_logs(subject)
+    checks = [
+        _integrity(drop, files, manifest.files, found),
+        _copies(subject),
+        row.logs(plan, (log.unpacked for log in found)),
+    ]
     checks += row.checks(manifest, known)
     seen = {**plan, "images": {**manifest.images, **_images(plan)}}
     profile = spec.profile(held.profile)
@@ -280,8 +284,7 @@ def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]
     planned = _at(manifest.plan, "cells", cell)
     name, command = str(_at(planned, "log")), _at(planned, "command")
     printed: frozenset[tuple[str, ...]] = frozenset()
-    here = (subject.root / f"{name}{packed}" for packed in ("", *logs.PACKED))
-    for log in (path for path in here if path in subject.files):
+    for log in (each.path for each in _found_logs(subject) if each.unpacked == name):
         with logs.errors(log), logs.opened(log) as stream:
             printed = batch.printed(stream, found)
     words = tuple(map(str, command)) if isinstance(command, list) else ()
@@ -348,13 +351,15 @@ def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
     )
 
 
-def _integrity(drop: Path, files: Sequence[Path], listed: Mapping[str, str]) -> Check:
+def _integrity(
+    drop: Path, files: Sequence[Path], listed: Mapping[str, str], found: Iterable[logs.Log]
+) -> Check:
     """Every file is the one the run left; the verdict's own file and the manifest aside. A log that
     was packed since is its contents."""
     there = {path.relative_to(drop).as_posix(): path for path in files}
-    for name in [x for x in there if x.startswith("logs/") and x.endswith(logs.PACKED)]:
-        if (plain := name.rpartition(".")[0]) in listed and plain not in there:
-            there[plain] = there.pop(name)
+    for log in found:
+        if log.unpacked in listed and log.unpacked not in there:
+            there[log.unpacked] = there.pop(log.name)
     missing = sorted(set(listed) - set(there))
     added = sorted(set(there) - set(listed) - set(UNLISTED))
     both = sorted(set(listed) & set(there))

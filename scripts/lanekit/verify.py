@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from lanekit.drop import VERDICT  # noqa: PLC0415
 
     for path in (args.json, args.junit):
-        if path and path.name != VERDICT and args.drop.resolve() in path.resolve().parents:
+        inside = path and args.drop.resolve() in path.resolve().parents
+        if inside and path.resolve() != args.drop.resolve() / VERDICT:
             raise ConfigError(
                 f"{path} is in the drop: no file may be added to it",
                 remedy="Choose a file beside it.",

@@ -275,8 +275,9 @@ def test_a_verdict_is_not_written_into_the_drop(
 ) -> None:
     """It would be an added file, and refute the drop from then on."""
     root = drops.drop(tmp_path / "d")
-    assert cli.main(["verify", str(root), "--json", str(root / "logs" / "out.json")]) == 2
-    assert "is in the drop" in capsys.readouterr().err
+    for name in ("out.json", "verdict.json"):
+        assert cli.main(["verify", str(root), "--json", str(root / "logs" / name)]) == 2
+        assert "is in the drop" in capsys.readouterr().err
     assert verify(root).result == "proven"
     assert cli.main(["verify", str(root), "--json", str(tmp_path / "out.json")]) == 0
 
