@@ -3,6 +3,7 @@
 Lines are written as NCCL 2.30.4, aws-ofi-nccl, vLLM 0.24.0, uvicorn and our hook print them.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -615,6 +616,19 @@ def _with_gate(lines: list[str], name: str) -> list[str]:
     told = [answer(4 + n % 2 if several else 3) for n in count]
     told += [PICKED % (n % 2 + 1) for n in count if name.startswith("picked")]
     return [*lines[:first], *told, *lines[first:]]
+
+
+def replaced(thing: Any, at: Sequence[str | int], value: Any) -> Any:
+    """The document with the value at a place replaced; `...` removes it."""
+    found = copy.deepcopy(thing)
+    inner = found
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    return found
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -5,7 +5,6 @@ figure or a proof rests on never stays proven.
 """
 
 import contextlib
-import copy
 import json
 import re
 import shutil
@@ -73,19 +72,6 @@ def leaves(thing: Any, at: Path_ = ()) -> Iterator[Path_]:
         yield at
 
 
-def replaced(thing: Any, at: Path_, value: Any) -> Any:
-    """The document with the value at a place replaced; `...` removes it."""
-    found = copy.deepcopy(thing)
-    inner = found
-    for key in at[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[at[-1]]
-    else:
-        inner[at[-1]] = value
-    return found
-
-
 def value_at(thing: Any, at: Path_) -> Any:
     for key in at:
         thing = thing[key]
@@ -119,7 +105,7 @@ def test_a_changed_value_claims_nothing_new(
     new = other_value(data.draw, old)
     if new == old and type(new) is type(old):
         return
-    changed = replaced(lines, at, new)
+    changed = drops.replaced(lines, at, new)
     found = judged(drop, name, "".join(json.dumps(line) + "\n" for line in changed))
     if found is not None and found.result == "proven":
         assert claims(found) == claims(verify(drop)), f"{at}: {old} became {new}"
@@ -169,7 +155,7 @@ def test_a_changed_plan_proves_nothing(
     new = other_value(data.draw, old)
     if new == old and type(new) is type(old):
         return
-    before, found["plan"] = found["plan"], replaced(found["plan"], at, new)
+    before, found["plan"] = found["plan"], drops.replaced(found["plan"], at, new)
     with contextlib.suppress(msgspec.ValidationError):
         if msgspec.convert(found["plan"], Plan) == msgspec.convert(before, Plan):
             return  # what was removed had its default

@@ -43,13 +43,18 @@ def test_a_word_reaches_the_program_as_the_plan_has_it(word: str) -> None:
         assert subprocess.check_output(["bash", "-c", command], text=True) == seen
 
 
+def on(named: str, bare: machine.Machine) -> Plan:
+    """Two ranks of the micro lane on the named hosts."""
+    options = planning.Options(
+        lane="micro", profile="cpu-x2", launcher="slurm", start=False, hosts=named
+    )
+    return planning.make(options, bare)
+
+
 def test_named_hosts_are_asked_for_and_numbered_as_the_plan_has_them(
     bare: machine.Machine, checkout: Path
 ) -> None:
-    options = planning.Options(
-        lane="micro", profile="cpu-x2", launcher="slurm", start=False, hosts="z9,a1"
-    )
-    made = planning.make(options, bare)
+    made = on("z9,a1", bare)
     text = slurm.batch(made, "decode", ["decode"], 15)
     assert "#SBATCH --nodelist=z9,a1" in text
     assert "export LANE_NUMBERS='[z9]=0 [a1]=1'" in text
@@ -58,10 +63,7 @@ def test_named_hosts_are_asked_for_and_numbered_as_the_plan_has_them(
 def test_hosts_that_look_like_placeholders_are_still_named(
     bare: machine.Machine, checkout: Path
 ) -> None:
-    options = planning.Options(
-        lane="micro", profile="cpu-x2", launcher="slurm", start=False, hosts="host-1,host-2"
-    )
-    made = planning.make(options, bare)
+    made = on("host-1,host-2", bare)
     assert [host.address for host in made.hosts] == ["host-1", "host-2"]
     assert "#SBATCH --nodelist=host-1,host-2" in slurm.batch(made, "decode", ["decode"], 15)
 
