@@ -35,6 +35,7 @@ from lanekit.plan import (
     Host,
     Plan,
     Service,
+    folders,
     is_secret,
 )
 from lanekit.progress import Say
@@ -52,7 +53,7 @@ TOGETHER_S: Final = 1.0  # a rank that dies takes others along; wait so long to 
 def document(plan: Plan, host: Host) -> dict[str, Any]:
     """The Compose file of a host: its services, and under the Compose profile `cell` what runs to
     its end."""
-    held = _held(plan)
+    held = plan.held
     services = {
         service.name: _service(plan, host, held.images[service.environment], service)
         for service in plan.services
@@ -83,15 +84,9 @@ def _called(plan: Plan, name: str) -> str:
     return name if name == WARM else f"{plan.driver}-{name}"
 
 
-def _held(plan: Plan) -> Containers:
-    if plan.containers is None:
-        raise AssertionError("a plan for the compose launcher holds its containers")
-    return plan.containers
-
-
 def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, Any]:
-    engine = image == _held(plan).images["server"]
-    held = _engine(plan) if engine else _held(plan)
+    engine = image == plan.held.images["server"]
+    held = _engine(plan) if engine else plan.held
     home = held.keeps if engine else {"HOME": "/tmp"}
     body: dict[str, Any] = {
         "image": image,
@@ -129,14 +124,13 @@ def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, 
 
 def _keyed(plan: Plan) -> bool:
     """Whether mpirun on the leader starts the ranks of other hosts, through SSH."""
-    first = next((service.command for service in plan.services), ())
-    return len(plan.hosts) > 1 and manifests.kind(plan.driver, first) == "MPIJob"
+    return len(plan.hosts) > 1 and manifests.kind_of(plan) == "MPIJob"
 
 
 def _engine(plan: Plan) -> Containers:
     """What the engine's containers get: SSH lets in nobody without a name, so what mpirun enters
     runs as the user that the image knows."""
-    return msgspec.structs.replace(_held(plan), user=IMAGE_USER) if _keyed(plan) else _held(plan)
+    return msgspec.structs.replace(plan.held, user=IMAGE_USER) if _keyed(plan) else plan.held
 
 
 def _let_in(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,9 +181,8 @@ def _copied(plan: Plan) -> list[str]:
 
 def _shared(plan: Plan, host: Host) -> list[str]:
     """Folders that every host must have itself: a model that was given, a folder of models."""
-    model = plan.model.path if Path(plan.model.path).is_absolute() else ""
-    given = [host.models, model if model not in _copied(plan) else ""]
-    return [path for path in given if path]
+    copied = _copied(plan)
+    return [path for path in folders(plan, host) if path not in copied]
 
 
 def _artifacts(plan: Plan, host: Host, cell: CellPlan) -> dict[str, Any]:
@@ -314,7 +307,7 @@ class ComposeLauncher:
     def _own(self, cell: CellPlan) -> None:
         """Containers that run as somebody else must be able to write a cell's folder."""
         if os.geteuid() == 0 and cell.artifacts:
-            user, _, group = _held(self._plan).user.partition(":")
+            user, _, group = self._plan.held.user.partition(":")
             os.chown(Path(self._plan.drop) / cell.artifacts, int(user), int(group))
 
     def _file(self, host: Host) -> Path:
@@ -359,7 +352,7 @@ class ComposeLauncher:
         if cell is None or not cell.artifacts or not (host.ssh or host.node_rank):
             return None
         folder = Path(self._plan.drop) / cell.artifacts
-        fleet.hand_over(docker, folder, container, _held(self._plan).user)
+        fleet.hand_over(docker, folder, container, self._plan.held.user)
         return None if host.node_rank else folder
 
 
@@ -445,7 +438,7 @@ class ContainerTask:
         with contextlib.suppress(LaneError):
             if self._state().oom_killed:
                 return f"exit status {code}: it passed its memory limit"
-        return process.outcome(code if code < 128 else 128 - code)
+        return process.exited(code)
 
     def said(self) -> str:
         """Which container ended, and how."""

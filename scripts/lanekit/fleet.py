@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from lanekit import images, registry, ssh
 from lanekit.errors import ConfigError, ImageFailed
-from lanekit.plan import KEPT, Containers, Plan
+from lanekit.plan import KEPT, Host, Plan
 from lanekit.progress import Say
 
 if TYPE_CHECKING:
@@ -59,14 +59,12 @@ def _keep(plan: Plan, line: ssh.Line) -> None:
     """Make the folder that a host keeps, where it is not there yet, the containers' user's."""
     from python_on_whales import DockerException  # noqa: PLC0415
 
-    held = _held(plan)
-    mount = (f"source={line.host.cache or held.kept}", f"target={KEPT}")
+    held = plan.held
     try:
         if not line.host.cache:
             line.docker.volume.create(held.kept)
-        kind = "bind" if line.host.cache else "volume"
         bare = line.docker.container.create(
-            held.images["server"], ["true"], pull="never", mounts=[[f"type={kind}", *mount]]
+            held.images["server"], ["true"], pull="never", mounts=[_kept(plan, line.host)]
         )
         try:
             hand_over(line.docker, Path(held.home), bare, held.user)
@@ -80,10 +78,10 @@ def _keep(plan: Plan, line: ssh.Line) -> None:
         ) from error
 
 
-def _held(plan: Plan) -> Containers:
-    if plan.containers is None:
-        raise AssertionError("a plan for containers holds them")
-    return plan.containers
+def _kept(plan: Plan, host: Host) -> list[str]:
+    """The folder that a host keeps, as `docker --mount` has it."""
+    kind, source = ("bind", host.cache) if host.cache else ("volume", plan.held.kept)
+    return [f"type={kind}", f"source={source}", f"target={KEPT}"]
 
 
 def hand_over(docker: "DockerClient", folder: Path, container: "Container", user: str) -> None:
@@ -108,7 +106,7 @@ def piped(docker: "DockerClient", archive: bytes, *words: str) -> None:
 
 def _require_images(plan: Plan, line: ssh.Line, say: Say) -> None:
     """The leader needs every image, a worker the engine's; each by the digest of the plan."""
-    for name, digest in _held(plan).images.items():
+    for name, digest in plan.held.images.items():
         if name != "server" and line.host.node_rank:
             continue
         if not images.present(line.docker, digest) and not registry.fetch(line.docker, digest, say):
@@ -144,13 +142,12 @@ def _require_model(plan: Plan, lines: Sequence[ssh.Line], say: Say) -> None:
 def _fingerprint(plan: Plan, line: ssh.Line) -> str:
     from python_on_whales import DockerException  # noqa: PLC0415
 
-    path, held = plan.model.path, _held(plan)
+    path, held = plan.model.path, plan.held
     command = [plan.environments["server"].python, "-c", _HASH, path]
-    kept = f"type={'bind' if line.host.cache else 'volume'}"
     network, *mount = (
         ("none", "type=bind", f"source={path}", f"target={path}", "readonly")
         if Path(path).is_absolute()
-        else ("host", kept, f"source={line.host.cache or held.kept}", f"target={KEPT}")
+        else ("host", *_kept(plan, line.host))
     )
     try:
         # Secrets by their names, in a file: a value would stand on a command line.

@@ -80,8 +80,7 @@ def _trouble(status: Mapping[str, Any]) -> str:
             each.get("lastState", {}).get("terminated") if each.get("restartCount") else None
         )
         if ended and (ended.get("exitCode") or each.get("restartCount")):
-            signal = ended.get("exitCode", 0)
-            why = process.outcome(signal if signal < 128 else 128 - signal)
+            why = process.exited(ended.get("exitCode", 0))
             return f"{each['name']} ended with {why} ({ended.get('reason', '')})"
     if status.get("phase") == "Failed":
         return f"{status.get('reason', 'Failed')}: {status.get('message', '')}"
@@ -95,7 +94,7 @@ class Kubectl:
         self.env = {**os.environ, **env}  # the context is found as the user's own commands find it
         self.base = ["kubectl", f"--request-timeout={API_S}s"]
 
-    def run(self, *words: str, given: str = "") -> str:
+    def run(self, *words: str) -> str:
         """What a command says.
 
         Raises:
@@ -104,8 +103,8 @@ class Kubectl:
         """
         try:
             done = subprocess.run(
-                [*self.base, *words], env=self.env, input=given, capture_output=True, text=True,
-                timeout=6 * API_S, check=False,
+                [*self.base, *words], env=self.env, stdin=subprocess.DEVNULL, capture_output=True,
+                text=True, timeout=6 * API_S, check=False,
             )  # fmt: skip
         except FileNotFoundError as error:
             raise ConfigError("no kubectl here", remedy="Install it.") from error
@@ -188,7 +187,7 @@ class KubernetesLauncher:
             self.apply(f"cell-{name}", [manifests.job(self._plan, name)])
             self._wanted += [(number, name, log) for number, log in enumerate(logs)]
             return PodTask(self, self._plan, name, child=None, log=logs[0])
-        leader = next((pod.name for pod in self.pods() if pod.number == 0), "?")
+        leader = self.leader() or "?"
         words = ["exec", leader, "-c", "aiperf", "--", *cell.command]
         return PodTask(self, self._plan, name, child=self._spawn(f"{name} in {leader}", words,
                                                                  logs[0]), log=logs[0])  # fmt: skip
@@ -262,6 +261,10 @@ class KubernetesLauncher:
         self._heard = time.monotonic()
         return pods(msgspec.json.decode(told))
 
+    def leader(self) -> str:
+        """The name of the leader's pod; empty while there is none."""
+        return next((pod.name for pod in self.pods() if pod.number == 0), "")
+
     def remove(self) -> None:
         """Remove every object; what cannot be removed stands in the drop, for the next run."""
         self.stop()
@@ -309,33 +312,25 @@ class PodTask:
         if self._child:
             code = self._child.poll()
             if code is not None:
-                pods = self._launcher.pods()
-                self._fetch(next((p.name for p in pods if p.number == 0), "?"), "aiperf")
+                self._fetch(self._launcher.leader() or "?", "aiperf")
             return code
-        leader = next((p.name for p in self._launcher.pods() if p.number == 0), "")
+        leader = self._launcher.leader()
         if not leader:
             return None
-        words = [
-            "exec",
-            leader,
-            "-c",
-            self._name,
-            "--",
-            "cat",
-            manifests.mark(self._plan, self._cell),
-        ]
+        mark = manifests.mark(self._plan, self._cell)
+        inside = ("exec", leader, "-c", self._name, "--")
         try:
-            code = int(self._launcher.kubectl.run(*words))
+            code = int(self._launcher.kubectl.run(*inside, "cat", mark))
         except (HostLost, ValueError):
             self._launcher.check()
             return None
         self._fetch(leader, self._name)
-        self._launcher.kubectl.run(*words[:5], "rm", words[-1])
+        self._launcher.kubectl.run(*inside, "rm", mark)
         return code
 
     def outcome(self, code: int) -> str:
         """An exit status in words."""
-        return process.outcome(code if code < 128 else 128 - code)
+        return process.exited(code)
 
     def late(self) -> list[str]:
         """None by name: the cluster's own tools know its pods."""

@@ -17,7 +17,7 @@ import msgspec
 
 from lanekit import paths, process, spec
 from lanekit.errors import ConfigError
-from lanekit.plan import KEPT, KEYS, CellPlan, Host, Plan, Service, is_secret
+from lanekit.plan import KEPT, KEYS, CellPlan, Host, Plan, Service, folders, is_secret
 from lanekit.spec import WARM
 
 LABEL: Final = "lanes.run"
@@ -47,6 +47,11 @@ def kind(driver: str, command: Sequence[str]) -> str:
     return "Job" if driver == "batch" else "LeaderWorkerSet"
 
 
+def kind_of(plan: Plan) -> str:
+    """What a plan becomes; its first service is the leader's."""
+    return kind(plan.driver, next((service.command for service in plan.services), ()))
+
+
 def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
     """Hosts under the names that the cluster will give their pods: what their ranks print, too."""
     addresses = {
@@ -63,12 +68,8 @@ def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
 
 def standing(plan: Plan) -> list[Object]:
     """The objects that stand while a run goes: scripts, files, and what starts the services."""
-    found = [_scripts(plan), _files(plan)]
-    services = [s for s in plan.services if s.host == plan.hosts[0].name]
-    what = kind(plan.driver, services[0].command if services else ())
-    if plan.driver == "batch":
-        return [*found, _network(plan)]
-    return [*found, _lws(plan) if what == "LeaderWorkerSet" else _mpi(plan)]
+    made = {"Job": _network, "MPIJob": _mpi, "LeaderWorkerSet": _lws}[kind_of(plan)]
+    return [_scripts(plan), _files(plan), made(plan)]
 
 
 def job(plan: Plan, cell: str) -> Object:
@@ -99,7 +100,7 @@ def _metadata(plan: Plan, suffix: str = "") -> Object:
 def _scripts(plan: Plan) -> Object:
     """SERVICE-N.sh: the command of a service, or of a cell, on host N, with its variables."""
     number = {host.name: host.node_rank for host in plan.hosts}
-    keeps = plan.containers.keeps if plan.containers else {}
+    keeps = plan.held.keeps
     cells = plan.cells if plan.driver == "batch" else {}
     data = {f"{s.name}-{number[s.host]}.sh": script(s.command, keeps | s.env)
             for s in plan.services}  # fmt: skip
@@ -162,9 +163,13 @@ def _network(plan: Plan) -> Object:
     }  # fmt: skip
 
 
+def _on(plan: Plan, host: Host) -> list[Service]:
+    """What a host runs."""
+    return [service for service in plan.services if service.host == host.name]
+
+
 def _lws(plan: Plan) -> Object:
-    leader, worker = ([s for s in plan.services if s.host == host.name]
-                      for host in (plan.hosts[0], plan.hosts[-1]))  # fmt: skip
+    leader, worker = _on(plan, plan.hosts[0]), _on(plan, plan.hosts[-1])
     template: Object = {
         "size": len(plan.hosts),
         # Never anew by itself: a rank that comes back would be measured as if nothing had been.
@@ -184,8 +189,7 @@ def _lws(plan: Plan) -> Object:
 
 def _mpi(plan: Plan) -> Object:
     """mpirun's ranks are let into every worker by the key pair that the operator makes."""
-    leader, worker = ([s for s in plan.services if s.host == host.name]
-                      for host in (plan.hosts[0], plan.hosts[-1]))  # fmt: skip
+    leader, worker = _on(plan, plan.hosts[0]), _on(plan, plan.hosts[-1])
     workers = _pod(plan, worker, index="")
     for container in workers["spec"]["containers"]:  # its program is the same on all of them
         container["command"][2] = f"exec /bin/sh {SHARE}/{container['name']}-1.sh"
@@ -209,12 +213,11 @@ def _mpi(plan: Plan) -> Object:
 def _pod(plan: Plan, services: Sequence[Service], *, index: str, load: bool = False) -> Object:
     """A pod of one host. index: the variable that holds its number, empty for the first. load: a
     container beside the server, in which AIPerf is run."""
-    profile, held = spec.profile(plan.profile), plan.containers
-    images = held.images if held else {}
+    profile, images = spec.profile(plan.profile), plan.held.images
     containers = [_container(plan, profile, s, images[s.environment], index) for s in services]
     if load and "aiperf" in images:
         containers.append(_loader(plan, images["aiperf"]))
-    uid, _, gid = (held.user if held else "").partition(":")
+    uid, _, gid = plan.held.user.partition(":")
     body: Object = {
         "containers": containers,
         "volumes": _volumes(plan),
@@ -262,8 +265,7 @@ def _container(
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "kept", "mountPath": KEPT},
             {"name": "drop", "mountPath": plan.drop},
-            *({"name": f"models{n}", "mountPath": path, "readOnly": True}
-              for n, path in enumerate(_models(plan))),
+            *_model_mounts(plan),
         ],
     }  # fmt: skip
 
@@ -277,9 +279,8 @@ _LOCKED: Final[Object] = {
 def _loader(plan: Plan, image: str) -> Object:
     """Where AIPerf is run, cell by cell, on the leader's loopback."""
     mounts: list[Object] = [{"name": "tmp", "mountPath": "/tmp"},
-                            {"name": "drop", "mountPath": plan.drop}]  # fmt: skip
-    mounts += [{"name": f"models{n}", "mountPath": path, "readOnly": True}
-               for n, path in enumerate(_models(plan))]  # fmt: skip
+                            {"name": "drop", "mountPath": plan.drop},
+                            *_model_mounts(plan)]  # fmt: skip
     given = {"HOME": "/tmp", **plan.extra_env}
     # Kubernetes fills in $(NAME) in a value, and reads $$ as one $.
     env: list[Object] = [{"name": k, "value": v.replace("$", "$$")}
@@ -313,14 +314,14 @@ def _volumes(plan: Plan) -> list[Object]:
                             else {"emptyDir": {}})},
         {"name": "drop", "emptyDir": {}},
         *({"name": f"models{n}", "hostPath": {"path": path, "type": "Directory"}}
-          for n, path in enumerate(_models(plan))),
+          for n, path in enumerate(folders(plan, plan.hosts[0]))),
     ]  # fmt: skip
 
 
-def _models(plan: Plan) -> list[str]:
-    """Folders of the nodes: the model where it is a path, or the folder of models."""
-    given = [plan.hosts[0].models, plan.model.path if Path(plan.model.path).is_absolute() else ""]
-    return [path for path in given if path]
+def _model_mounts(plan: Plan) -> list[Object]:
+    """Folders of the nodes, where a container reads them."""
+    return [{"name": f"models{n}", "mountPath": path, "readOnly": True}
+            for n, path in enumerate(folders(plan, plan.hosts[0]))]  # fmt: skip
 
 
 def _affinity(plan: Plan) -> Object:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -198,6 +199,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     lane_sha256: str = ""
     warm: CellPlan | None = None
 
+    @property
+    def held(self) -> Containers:
+        """Its containers; asked only of a plan that runs in some."""
+        if self.containers is None:
+            raise AssertionError("a plan for containers holds them")
+        return self.containers
+
 
 OPTION: Final = ("--", "-cc.")  # how the name of an option begins
 
@@ -212,6 +220,12 @@ def options(command: Iterable[str]) -> dict[str, str]:
         if name.startswith(OPTION):
             found[name] = value if equals else "True" if after.startswith("-") else after
     return found
+
+
+def folders(plan: Plan, host: Host) -> list[str]:
+    """What a host must have itself: a folder of models, a model that is a path."""
+    given = (host.models, plan.model.path if Path(plan.model.path).is_absolute() else "")
+    return [path for path in given if path]
 
 
 def public(value: Any) -> Any:

@@ -276,6 +276,11 @@ def outcome(code: int) -> str:
     return f"signal {-code}"
 
 
+def exited(code: int) -> str:
+    """A container's exit status in words; above 128 it is a signal."""
+    return outcome(code if code < 128 else 128 - code)
+
+
 class Occurrences:
     """How often a word stands in a growing log; every call reads only what is new."""
 

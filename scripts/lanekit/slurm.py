@@ -22,7 +22,7 @@ from lanekit import drop as drops
 from lanekit import hosts, paths, process, spec
 from lanekit.errors import ConfigError, HostLost, LaneError
 from lanekit.manifest import Process
-from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, is_secret
+from lanekit.plan import KEPT, CellPlan, Host, Plan, Service, folders, is_secret
 from lanekit.progress import Say
 
 FOLDER: Final = "slurm"
@@ -127,9 +127,7 @@ def _container(plan: Plan) -> list[str]:
 
 def _read(plan: Plan) -> list[str]:
     """Folders that a container reads: the lane's, a folder of models, a model."""
-    read = [str(paths.LANES / plan.lane), plan.hosts[0].models,
-            plan.model.path if Path(plan.model.path).is_absolute() else ""]  # fmt: skip
-    return [path for path in read if path]
+    return [str(paths.LANES / plan.lane), *folders(plan, plan.hosts[0])]
 
 
 def _require_plain(plan: Plan) -> None:
@@ -148,9 +146,7 @@ def _require_plain(plan: Plan) -> None:
 def _kept(plan: Plan) -> Path:
     """What the engine compiles is kept in the checkout, which all nodes share as they do the drop;
     or in the folder that the inventory names."""
-    if plan.containers is None:
-        raise AssertionError("only containers need a folder: programs in place have their own")
-    return Path(plan.hosts[0].cache or paths.CACHE / plan.containers.kept)
+    return Path(plan.hosts[0].cache or paths.CACHE / plan.held.kept)
 
 
 class State(msgspec.Struct, frozen=True):
@@ -259,8 +255,8 @@ class SlurmLauncher:
         led = Service(name, self._plan.hosts[0].name, cell.command, cell.env)
         # Never all of cell.env: sbatch itself is found and runs by the PATH that a run inherits.
         secrets = {k: v for k, v in cell.env.items() if is_secret(k)}
+        keeps = self._plan.containers.keeps if self._plan.containers else {}
         for number, (service, log) in enumerate(zip((led, *cell.workers), logs, strict=True)):
-            keeps = self._plan.containers.keeps if self._plan.containers else {}
             named = msgspec.structs.replace(service, env=keeps | service.env)
             text = script(named, log, self._plan.drop)
             (self._folder / f"{name}-{number}.sh").write_text(text)
