@@ -135,7 +135,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         row.logs(plan, (log.unpacked for log in found)),
     ]
     checks += row.checks(manifest, known)
-    seen = {**plan, "images": {**manifest.images, **_images(plan)}}
+    seen = {**plan, "images": row.images(manifest)}
     profile = spec.profile(held.profile)
     checks += witness.checks(_hosts(drop, files), profile, _tokens(plan), seen)
     if row.driver(known, plan) == "batch":
@@ -145,7 +145,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         profile=profile,
         requests=_total(loads, asked=_asked(plan)),
         engine_version=row.version(plan),
-        served_name=_text(_at(plan, "model", "served_name")),
+        served_name=reading.text(reading.dig(plan, "model", "served_name")),
         versions=_versions(plan),
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
         apart=bool(plan.get("backends")),
@@ -170,7 +170,7 @@ def gate(drop: Path, files: Sequence[Path], manifest: Manifest) -> list[Check]:
         answers.read(drop / name) if drop / name in files else None
         for name in (answers.NAME, answers.REFERENCE)
     )
-    held, served = manifest.row, _dict(manifest.plan.get("model"))
+    held, served = manifest.row, reading.table(manifest.plan.get("model"))
     return coherence.checks(
         coherence.Gate(
             ask=known.ask,
@@ -215,19 +215,16 @@ def _untrue(plan: GatePlan, path: Path, *, there: bool) -> str:
 
 def _asked(plan: Mapping[str, Any]) -> int:
     """Requests of the gate: they stand in the server's log beside AIPerf's."""
-    return len(answers.questions().ask.places()) if _at(plan, "gate", "questions") else 0
+    return len(answers.questions().ask.places()) if reading.dig(plan, "gate", "questions") else 0
 
 
 def _beyond(plan: Mapping[str, Any]) -> int:
     """Answers that a run gets before and between its cells: warm-up and prefill requests, and what
     readiness asks every engine. More of them are of a cell that nobody tells of."""
-    cells = _dict(plan.get("cells")).values()
-    given = (
-        row.options({"cells": {"": cell}}).get("--warmup-request-count", "0") for cell in cells
-    )
+    cells = reading.table(plan.get("cells")).values()
+    given = (row.given(cell).get("--warmup-request-count", "0") for cell in cells)
     warm = sum(int(each) for each in given if each.isdecimal())
-    prefill = plan.get("prefill")
-    return warm + (len(prefill) if isinstance(prefill, list) else 0) + READY
+    return warm + len(reading.array(plan.get("prefill"))) + READY
 
 
 def _contract(
@@ -248,18 +245,14 @@ def _contract(
     return name, (f"contract {name} has changed since this drop was made; judged by today's",)
 
 
-def _images(plan: Mapping[str, Any]) -> Mapping[str, str]:
-    return _dict(_at(plan, "containers", "images"))
-
-
 def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Verdict:
     """A lane that ran a program once a cell, judged by what the program recorded."""
     profile, plan = spec.profile(subject.profile), manifest.plan
     trains = plan.get("engine") in training.ENGINES
     name = training.NAME if trains else micro.NAME
     files: dict[str, Path] = {}
-    for cell, planned in _dict(plan.get("cells")).items():
-        path = subject.root / str(_at(planned, "artifacts")) / name
+    for cell, planned in reading.table(plan.get("cells")).items():
+        path = subject.root / str(reading.dig(planned, "artifacts")) / name
         if path not in subject.files:
             raise Unreadable(f"{path}: not in the drop", remedy="Run the lane again.")
         if path in files.values():
@@ -281,14 +274,13 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
 
 def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]) -> batch.Taken:
     """A cell's records beside its command, its log and the run's clock."""
-    planned = _at(manifest.plan, "cells", cell)
-    name, command = str(_at(planned, "log")), _at(planned, "command")
+    planned = reading.dig(manifest.plan, "cells", cell)
+    name, command = str(reading.dig(planned, "log")), reading.array(reading.dig(planned, "command"))
     printed: frozenset[tuple[str, ...]] = frozenset()
     for log in (each.path for each in _found_logs(subject) if each.unpacked == name):
-        with logs.errors(log), logs.opened(log) as stream:
+        with logs.opened(log) as stream:
             printed = batch.printed(stream, found)
-    words = tuple(map(str, command)) if isinstance(command, list) else ()
-    return batch.Taken(found, words, printed, row.clock(manifest))
+    return batch.Taken(found, tuple(map(str, command)), printed, row.clock(manifest))
 
 
 def _trained(
@@ -392,11 +384,9 @@ def _digest(path: Path, name: str) -> str:
     """The sha256 of a file, or of what was packed into it under another name."""
     if path.name == PurePosixPath(name).name:
         return drops.sha256(path)
-    found = hashlib.sha256()
-    with logs.errors(path), logs.opened(path) as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            found.update(block)
-    return found.hexdigest()
+    with logs.opened(path) as stream:
+        whole: Any = stream  # BinaryIO is typed without readinto
+        return hashlib.file_digest(whole, "sha256").hexdigest()
 
 
 def _copies(subject: Subject) -> Check:
@@ -431,7 +421,7 @@ def _twins(paths: Iterable[Path]) -> list[list[Path]]:
 
 def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], list[str]]:
     """The load points of a plan, and AIPerf folders that it does not name."""
-    cells = _dict(plan.get("cells"))
+    cells = reading.table(plan.get("cells"))
     root = subject.root / "aiperf"
     folders: dict[str, Path] = {}
     for found in records.find(subject.root):
@@ -451,13 +441,13 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
                 name=name,
                 folder=str(folder.relative_to(subject.root)) if folder else "",
                 cell=records.read(folder) if folder else None,
-                concurrency=_int(_at(cell, "concurrency")),
-                requests=_int(_at(cell, "requests")),
-                isl=_int(_at(cell, "isl")),
-                osl=_int(_at(cell, "osl")),
-                version=_text(_at(plan, "pins", "aiperf")),
-                model=_text(_at(plan, "model", "served_name")),
-                url=_text(plan.get("url")),
+                concurrency=_int(reading.dig(cell, "concurrency")),
+                requests=_int(reading.dig(cell, "requests")),
+                isl=_int(reading.dig(cell, "isl")),
+                osl=_int(reading.dig(cell, "osl")),
+                version=reading.text(reading.dig(plan, "pins", "aiperf")),
+                model=reading.text(reading.dig(plan, "model", "served_name")),
+                url=reading.text(plan.get("url")),
             )
         )
     return loads, sorted(folders)
@@ -709,8 +699,8 @@ def _total(loads: Iterable[Load], *, asked: int = 0) -> int | None:
 
 def _tokens(plan: Mapping[str, Any]) -> int | None:
     """Tokens that pass the layers, over all planned requests: the last one out does not."""
-    rows = list(_dict(plan.get("cells")).values())
-    parts = [[_int(_at(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
+    rows = list(reading.table(plan.get("cells")).values())
+    parts = [[_int(reading.dig(row, key)) for key in ("requests", "isl", "osl")] for row in rows]
     if not rows or any(number is None for row in parts for number in row):
         return None
     return sum((r or 0) * ((i or 0) + (o or 0) - 1) for r, i, o in parts) or None
@@ -722,22 +712,8 @@ def _versions(plan: Mapping[str, Any]) -> dict[str, str]:
         name: version
         for name in ("nccl", "nvshmem", "deep_ep")
         for distribution in row.DISTRIBUTIONS[name]
-        if (version := _text(_at(plan, "pins", distribution)))
+        if (version := reading.text(reading.dig(plan, "pins", distribution)))
     }
-
-
-def _at(thing: Any, *path: str) -> Any:
-    for step in path:
-        thing = thing.get(step) if isinstance(thing, dict) else None
-    return thing
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _int(value: Any) -> int | None:

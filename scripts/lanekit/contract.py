@@ -8,6 +8,7 @@
 import functools
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
@@ -67,6 +68,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     phase: Phase = "any"
     sensor: Literal["", "nccl", "hook"] = ""
     note: str = ""
+
+    def wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Every group of `expect` with the values that it allows."""
+        for group, allowed in self.expect.items():
+            yield group, (allowed,) if isinstance(allowed, str) else allowed
 
 
 class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +177,7 @@ def _check_rule(name: str, rule: Rule) -> None:
             f"{where}: expects '{unknown[0]}', which its pattern does not capture",
             remedy=f"Captured: {', '.join(groups) or 'nothing'}.",
         )
-    for value in (v for wanted in rule.expect.values() for v in _many(wanted)):
+    for value in (v for _, allowed in rule.wanted() for v in allowed):
         if value.startswith("$") and not _known(value[1:].partition("|")[0]):
             raise ConfigError(
                 f"{where}: '{value}' is not known",
@@ -182,10 +188,6 @@ def _check_rule(name: str, rule: Rule) -> None:
 def _known(name: str) -> bool:
     """Whether an expectation can name it: a variable of ours, an option, an environment's."""
     return name in _VARIABLES or name.startswith(OPTION) or (name.isupper() and name.isidentifier())
-
-
-def _many(wanted: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (wanted,) if isinstance(wanted, str) else wanted
 
 
 def names(folder: Path = paths.CONTRACTS) -> list[str]:

@@ -174,8 +174,7 @@ def _unexpected(
     """Captures that contradict the rule, captures the program itself could not read, and names
     of expectations that neither profile nor plan knows."""
     wrong, unread, unknown = [], [], []
-    for group, wanted in rule.expect.items():
-        options = (wanted,) if isinstance(wanted, str) else wanted
+    for group, options in rule.wanted():
         allowed = [facts.value(option) for option in options]
         if None in allowed:
             unknown.append(options[0].removeprefix("$").partition("|")[0].replace("_", " "))
@@ -228,8 +227,7 @@ def _unwatched(line: Line, logs: Logs) -> str:
 
 def _expected(rule: Rule, what: str, facts: Facts) -> str:
     parts = []
-    for group, wanted in rule.expect.items():
-        options = (wanted,) if isinstance(wanted, str) else wanted
+    for group, options in rule.wanted():
         shown = " or ".join(facts.value(option) or option for option in options)
         parts.append(f"{group} {shown}")
     return f"{what} with {', '.join(parts)}" if parts else what

@@ -72,7 +72,7 @@ def entries(*, committed: bool = False) -> list[Entry]:
             contract=contract,
             cells=tuple(spec.cells(lane, name)),
             hardware=spec.profile(profile).gpus > 0,
-            failing=_failing(arm, profile),
+            failing=failing(arm, profile),
             measured=measured.get((lane.name, name, profile)),
         )
         for lane in map(spec.lane, spec.lane_names())
@@ -81,7 +81,8 @@ def entries(*, committed: bool = False) -> list[Entry]:
     ]
 
 
-def _failing(arm: spec.Arm, profile: str) -> spec.KnownFailing | None:
+def failing(arm: spec.Arm, profile: str) -> spec.KnownFailing | None:
+    """What is known to fail of an arm on a profile."""
     found = arm.known_failing
     return found if found and (not found.profiles or profile in found.profiles) else None
 

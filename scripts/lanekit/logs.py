@@ -214,14 +214,13 @@ def _watched(armed: Sequence[Line]) -> dict[str, set[str]]:
 def _scan(
     log: Log, probes: Sequence[scan.Probe], make: Any, allowance: int
 ) -> tuple[scan.Found, list[Line]]:
-    with errors(log.path):
-        with opened(log.path, allowance) as stream:
-            found = scan.scan(stream, probes, make=make)
-        marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
-        with opened(log.path, allowance) as stream:
-            numbers = scan.line_numbers(stream, marks)
-        if found.size and not found.evidence:
-            _refuse_zeros(log.path, allowance)
+    with opened(log.path, allowance) as stream:
+        found = scan.scan(stream, probes, make=make)
+    marks = [m for x in found.evidence.values() for m in (x.first, x.last)]
+    with opened(log.path, allowance) as stream:
+        numbers = scan.line_numbers(stream, marks)
+    if found.size and not found.evidence:
+        _refuse_zeros(log.path, allowance)
     found.head, found.tail = clock.stated(found.head), clock.stated(found.tail)
     lines = [
         Line(x, Place(log.name, numbers[x.first]), Place(log.name, numbers[x.last]), log.host,
@@ -240,7 +239,7 @@ def _refuse_zeros(path: Path, allowance: int) -> None:
 
 
 @contextlib.contextmanager
-def errors(path: Path) -> Iterator[None]:
+def _errors(path: Path) -> Iterator[None]:
     """Turn whatever reading or unpacking a file may raise into Unreadable."""
     import zlib  # noqa: PLC0415
 
@@ -259,9 +258,13 @@ def errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Path, allowance: int | None = None) -> Iterator[BinaryIO]:
-    """A log's bytes, unpacked on the way; a decompression bomb is refused. allowance: bytes that it
-    may unpack to whatever its ratio, all of BOMB_ALLOWANCE where it is read alone."""
-    with path.open("rb", buffering=0) as raw:
+    """A log's bytes, unpacked on the way. allowance: bytes that it may unpack to whatever its
+    ratio, all of BOMB_ALLOWANCE where it is read alone.
+
+    Raises:
+        Unreadable: it cannot be read or unpacked, here or within, or is a decompression bomb.
+    """
+    with _errors(path), path.open("rb", buffering=0) as raw:
         if path.suffix not in PACKED:
             yield raw
             return

@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from lanekit import reading
-from lanekit.errors import Unreadable
 from lanekit.verdict import MicroRow
 
 FORMAT: Final = 1  # of micro.jsonl
@@ -75,18 +74,7 @@ def read(path: Path) -> list[Record]:
     Raises:
         Unreadable: a line is no record of this format, or the file cannot be read.
     """
-    lines = reading.small(path).splitlines()
-    return [_record(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
-
-
-def _record(where: str, line: bytes) -> Record:
-    found = reading.decoded(line, Record, where)
-    if found.v != FORMAT:
-        raise Unreadable(
-            f"{where}: format {found.v}, this harness reads {FORMAT}",
-            remedy="Use the harness the drop was made with; its git commit is in the manifest.",
-        )
-    return found
+    return reading.lines(path, Record, FORMAT)
 
 
 def rows(cell: str, records: Iterable[Record]) -> list[MicroRow]:

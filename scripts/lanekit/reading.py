@@ -2,13 +2,24 @@
 
 import stat
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
 from lanekit.errors import Unreadable
 
 T = TypeVar("T")
+
+
+class Versioned(Protocol):
+    """What says of which format it is."""
+
+    @property
+    def v(self) -> int:
+        """The format's number."""
+
+
+V = TypeVar("V", bound=Versioned)
 
 # The largest seen is a micro sweep's 0.2 MiB. JSON of nothing but `[]` takes 20 times its size in
 # memory, so this is 90 MiB at the worst.
@@ -58,3 +69,48 @@ def decoded(text: bytes, kind: type[T], where: str) -> T:
         raise Unreadable(f"{where}: nested too deeply", remedy="Restore the file.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unreadable(f"{where}: {error}", remedy="Restore the file.") from error
+
+
+def lines(path: Path, kind: type[V], form: int) -> list[V]:
+    """The records of a small file, one a line.
+
+    Raises:
+        Unreadable: a line is no record of that format, or the file cannot be read.
+    """
+    found = []
+    for number, line in enumerate(small(path).splitlines(), 1):
+        record = decoded(line, kind, where := f"{path}:{number}")
+        if record.v != form:
+            raise Unreadable(
+                f"{where}: format {record.v}, this harness reads {form}",
+                remedy="Use the harness the drop was made with; its git commit is in the manifest.",
+            )
+        found.append(record)
+    return found
+
+
+def dig(thing: Any, *path: str | int) -> Any:
+    """What stands at a path of objects and lists; None where nothing does."""
+    for step in path:
+        if isinstance(step, str) and isinstance(thing, dict):
+            thing = thing.get(step)
+        elif isinstance(step, int) and isinstance(thing, list) and len(thing) > step:
+            thing = thing[step]
+        else:
+            return None
+    return thing
+
+
+def text(value: object) -> str | None:
+    """A string; None for anything else."""
+    return value if isinstance(value, str) else None
+
+
+def table(value: object) -> dict[str, Any]:
+    """An object; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def array(value: object) -> list[Any]:
+    """A list; an empty one for anything else."""
+    return value if isinstance(value, list) else []

@@ -17,6 +17,7 @@ import msgspec
 
 from lanekit import reading
 from lanekit.errors import Unreadable
+from lanekit.reading import dig, text
 
 SUMMARY: Final = "profile_export_aiperf.json"
 RECORDS: Final = "profile_export.jsonl"
@@ -211,18 +212,18 @@ def read(folder: Path) -> Cell:
         summary=_summary_figures(found),
         records=_records(folder / RECORDS) if os.path.lexists(folder / RECORDS) else None,
         version=found.aiperf_version,
-        model=_text(_dig(config, "models", "items", 0, "name")),
+        model=text(dig(config, "models", "items", 0, "name")),
         concurrency=_whole(phase.get("concurrency")),
         asked=_whole(phase.get("requests")),
-        isl_asked=_number(_dig(config, "datasets", 0, "prompts", "isl", "mean")),
-        osl_asked=_number(_dig(config, "datasets", 0, "prompts", "osl", "mean")),
+        isl_asked=_number(dig(config, "datasets", 0, "prompts", "isl", "mean")),
+        osl_asked=_number(dig(config, "datasets", 0, "prompts", "osl", "mean")),
         osl=found.output_sequence_length.avg,
         cancelled=found.was_cancelled,
         error_kinds=None if found.error_summary is None else len(found.error_summary),
         start=_time(found.start_time),
         end=_time(found.end_time),
-        url=_url(_dig(config, "endpoint", "urls")),
-        streaming=_dig(config, "endpoint", "streaming") is True,
+        url=_url(dig(config, "endpoint", "urls")),
+        streaming=dig(config, "endpoint", "streaming") is True,
         stated=found.stated(),
     )
 
@@ -252,21 +253,10 @@ def _summary_figures(found: _Summary) -> CellFigures:
 
 def _phase(config: Any) -> dict[str, Any]:
     """The measured phase of AIPerf's configuration: `profiling`, or the last one."""
-    listed = _dig(config, "phases")
+    listed = dig(config, "phases")
     phases = [p for p in listed if isinstance(p, dict)] if isinstance(listed, list) else []
     named = [p for p in phases if p.get("name") == "profiling"]
     return (named or phases or [{}])[-1]
-
-
-def _dig(thing: Any, *path: str | int) -> Any:
-    for step in path:
-        if isinstance(step, str) and isinstance(thing, dict):
-            thing = thing.get(step)
-        elif isinstance(step, int) and isinstance(thing, list) and len(thing) > step:
-            thing = thing[step]
-        else:
-            return None
-    return thing
 
 
 class _Tally:
@@ -508,10 +498,6 @@ def _number(value: Any) -> float | None:
 def _whole(value: Any) -> int | None:
     number = _number(value)
     return int(number) if number is not None and number == int(number) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _time(value: str | None) -> datetime.datetime | None:

@@ -222,19 +222,13 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
     yield rest
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
-    with logs.errors(path), logs.opened(path) as stream:
-        yield stream
-
-
 def _words(source: Path, files: Sequence[Path]) -> Words:
     """What names the machine, from its logs' rank identities, its host files and its plan."""
     stated = {p.stem.encode() for p in files if p.parent == source / "host"}
     printed: set[bytes] = set()
     roots: set[bytes] = set()
     for path in files:
-        with _reading(path) as stream:
+        with logs.opened(path) as stream:
             for number, block in enumerate(_blocks(stream)):
                 if number == 0 and b"\0" in block and not logs.NAME.fullmatch(path.name):
                     raise Unreadable(f"{path}: binary, so it cannot be looked into",
@@ -256,7 +250,7 @@ def _words(source: Path, files: Sequence[Path]) -> Words:
 def _copy(path: Path, target: Path, words: Words) -> None:
     """Rewrite a file, packed as it was."""
     data = any(x in _DATA for x in path.suffixes)
-    with _reading(path) as stream, target.open("xb") as raw, _packed(raw, path.suffix) as sink:
+    with logs.opened(path) as stream, target.open("xb") as raw, _packed(raw, path.suffix) as sink:
         for block in _blocks(stream):
             sink.write(words.replace(block, data=data))
 

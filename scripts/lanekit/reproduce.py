@@ -221,8 +221,8 @@ def _before(known: Published, name: Name, made: Plan) -> list[str]:
         f"on {f.run.profile}, {f.run.date} ({backing(f.row)})"
         for f in found
     ] or [f"published: no figure of {name}"]
-    failing = spec.lane(name.lane).arms[name.arm].known_failing
-    if failing and (not failing.profiles or made.profile in failing.profiles):
+    failing = lanes.failing(spec.lane(name.lane).arms[name.arm], made.profile)
+    if failing:
         lines.append(
             f"known failing since {failing.since}: {failing.what} {failing.issue}".rstrip()
         )

@@ -19,6 +19,7 @@ from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
 from lanekit.plan import FILES, Plan, public
 from lanekit.plan import options as options_of
+from lanekit.reading import array, table
 from lanekit.verdict import Check, Outcome
 
 SAME: Final = ("lane", "arm", "profile")  # said by the row and by the plan
@@ -35,7 +36,7 @@ DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
 
 def version(plan: Mapping[str, Any]) -> str | None:
     """The engine's pinned version; its CPU build, or its distribution, has a name of its own."""
-    engine, pins = str(plan.get("engine")), _dict(plan.get("pins"))
+    engine, pins = str(plan.get("engine")), table(plan.get("pins"))
     names = (engine, f"{engine}-cpu", *DISTRIBUTIONS.get(engine, ()))
     return next((found for name in names if isinstance(found := pins.get(name), str)), None)
 
@@ -43,11 +44,23 @@ def version(plan: Mapping[str, Any]) -> str | None:
 def options(plan: Mapping[str, Any]) -> dict[str, str]:
     """Options and variables of what a plan starts, by name; of a server before a load generator."""
     found: dict[str, str] = {}
-    for each in (*_dict(plan.get("cells")).values(), *_list(plan.get("services"))):
-        with contextlib.suppress(ValueError):  # an open quotation
-            found |= options_of(str(word) for word in _list(_dict(each).get("command")))
-        found |= {name: str(value) for name, value in _dict(_dict(each).get("env")).items()}
+    for each in (*table(plan.get("cells")).values(), *array(plan.get("services"))):
+        found |= given(each)
     return found
+
+
+def given(started: object) -> dict[str, str]:
+    """Options and variables of one cell or service."""
+    held, found = table(started), dict[str, str]()
+    with contextlib.suppress(ValueError):  # an open quotation
+        found |= options_of(str(word) for word in array(held.get("command")))
+    return found | {name: str(value) for name, value in table(held.get("env")).items()}
+
+
+def images(manifest: Manifest) -> dict[str, Any]:
+    """The images of a run, as its manifest and its plan say."""
+    planned = table(table(manifest.plan.get("containers")).get("images"))
+    return {**manifest.images, **planned}
 
 
 def lane(row: Row) -> spec.Lane | None:
@@ -67,7 +80,7 @@ def driver(known: spec.Lane | None, plan: Mapping[str, Any]) -> object:
 
 def said(manifest: Manifest) -> Iterator[str]:
     """What no check decides, and a reader must know."""
-    given = _dict(manifest.plan.get("extra_env"))
+    given = table(manifest.plan.get("extra_env"))
     if given:
         yield f"with ENV=: {_listed(f'{name}={value}' for name, value in given.items())}"
     if manifest.git.get("dirty") == "yes":
@@ -197,12 +210,12 @@ def logs(plan: Mapping[str, Any], found: Iterable[str]) -> Check:
 
 
 def _planned_logs(plan: Mapping[str, Any]) -> Iterator[str]:
-    cells = _dict(plan.get("cells"))
-    for service in map(_dict, _list(plan.get("services"))):
+    cells = table(plan.get("cells"))
+    for service in map(table, array(plan.get("services"))):
         yield f"logs/{service.get('host')}-{service.get('name')}.log"
-    for name, cell in ((name, _dict(cell)) for name, cell in cells.items()):
+    for name, cell in ((name, table(cell)) for name, cell in cells.items()):
         yield str(cell.get("log"))
-        for worker in map(_dict, _list(cell.get("workers"))):
+        for worker in map(table, array(cell.get("workers"))):
             yield f"logs/{worker.get('host')}-{name}.log"
 
 
@@ -265,22 +278,21 @@ def _started(manifest: Manifest) -> Iterator[str]:
         if lacks:
             yield f"the server's command lacks {', '.join(lacks)}"
         yield from _addressed(plan)
-    lost = [name for name, cell in _dict(plan.get("cells")).items() if not _takes(cell)]
+    lost = [name for name, cell in table(plan.get("cells")).items() if not _takes(cell)]
     if lost:
         yield f"no command that takes {_listed(lost)}"
     if not plan.get("pins") or (plan.get("driver") == "aiperf" and version(plan) is None):
         yield f"no version of {plan.get('engine')} is pinned"
-    images = {**manifest.images, **_dict(_dict(plan.get("containers")).get("images"))}
     contained = plan.get("launcher") not in ("process", "slurm") or plan.get("containers")
-    if contained and not images:  # Slurm also runs in place
+    if contained and not images(manifest):  # Slurm also runs in place
         yield "containers without an image"
 
 
 def _addressed(plan: Mapping[str, Any]) -> Iterator[str]:
     """Cells whose load went elsewhere than to the planned server."""
     url = plan.get("url")
-    for name, cell in _dict(plan.get("cells")).items():
-        words = [str(word) for word in _list(_dict(cell).get("command"))]
+    for name, cell in table(plan.get("cells")).items():
+        words = [str(word) for word in array(table(cell).get("command"))]
         given = [
             at.partition("=")[2] if "=" in at else after
             for at, after in itertools.zip_longest(words, words[1:], fillvalue="")
@@ -291,22 +303,16 @@ def _addressed(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _words(services: object) -> str:
-    found = [_dict(each).get("command") for each in services] if isinstance(services, list) else []
-    return " ".join(str(word) for command in found if isinstance(command, list) for word in command)
+    commands = (array(table(each).get("command")) for each in array(services))
+    return " ".join(str(word) for command in commands for word in command)
 
 
 def _takes(cell: object) -> bool:
     """Whether a cell's command names the folder that its records are in."""
-    command, folder = _dict(cell).get("command"), _dict(cell).get("artifacts")
-    return isinstance(command, list) and any(str(word).endswith(f"/{folder}") for word in command)
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    held = table(cell)
+    return any(
+        str(word).endswith(f"/{held.get('artifacts')}") for word in array(held.get("command"))
+    )
 
 
 def _times(manifest: Manifest) -> Iterator[str]:
@@ -345,7 +351,7 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
     gate = plan.get("gate")
     if isinstance(gate, dict) and arm.reference and not gate.get("reference"):
         wrong.append(f"answers compared with nobody, the lane has {arm.reference}")
-    given = _dict(plan.get("extra_env"))
+    given = table(plan.get("extra_env"))
     # Also what only another arm sets: EP_NUM_COMMS=8 makes epnc8 of epnc1.
     made = {name for each in known.arms.values() for name in each.env if name in given}
     wrong += [

@@ -9,7 +9,6 @@ import msgspec
 
 from lanekit import batch, reading
 from lanekit.batch import Taken
-from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place, StepRow
 
 SHOWN: Final = 40  # characters of a number that is not the harness's own
@@ -61,18 +60,7 @@ def read(path: Path) -> list[Record]:
     Raises:
         Unreadable: a line is no record of this format, or the file cannot be read.
     """
-    lines = reading.small(path).splitlines()
-    return [_record(f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
-
-
-def _record(where: str, line: bytes) -> Record:
-    found = reading.decoded(line, Record, where)
-    if found.v != FORMAT:
-        raise Unreadable(
-            f"{where}: format {found.v}, this harness reads {FORMAT}",
-            remedy="Use the harness the drop was made with; its git commit is in the manifest.",
-        )
-    return found
+    return reading.lines(path, Record, FORMAT)
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -101,9 +89,7 @@ def judge(
     for name, (file, taken) in cells.items():
         asked = Asked(taken.records, ranks, arm.partition("-")[0], nics)
         place = Place(file, len(taken.records))
-        checks += [
-            _check(name, place, *rule(asked)) for rule in RULES.get((engine, name), TRAINING)
-        ]
+        checks += [_check(name, place, rule(asked)) for rule in RULES.get((engine, name), TRAINING)]
         checks += _beside(name, place, taken) if engine == "megatron-core" else []
     return [*checks, batch.clocks({name: taken for name, (_, taken) in cells.items()})]
 
@@ -146,13 +132,13 @@ def _table(records: Iterable[Record]) -> Iterator[list[str]]:
 Answer = tuple[str, Outcome, str, str, str, str]  # id, outcome, why, expected, actual, remedy
 
 
-def _check(cell: str, place: Place, *answer: str) -> Check:
+def _check(cell: str, place: Place, answer: Answer) -> Check:
     key, outcome, why, expected, actual, remedy = answer
     return Check(
         id=f"{cell}-{key}",
         group="load",
         severity="noted" if key == "traffic" and outcome == "unchecked" else "required",
-        outcome=msgspec.convert(outcome, Outcome),
+        outcome=outcome,
         why=why,
         expected=expected,
         actual=actual,

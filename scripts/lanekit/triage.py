@@ -188,12 +188,11 @@ def _events(
     root: Path, path: Path, table: Sequence[Signature], near: datetime.datetime
 ) -> Iterator[Event]:
     probes = [scan.probe(f"{s.id}:{n}", x) for s in table for n, x in enumerate(s.literals)]
-    with logs.errors(path):
-        with logs.opened(path) as stream:
-            found = scan.scan(stream, [*probes, _TRACE, _STOPPED, *ranks.JOINS])
-        marks = [x.first for x in found.evidence.values()]
-        with logs.opened(path) as stream:
-            numbers = scan.line_numbers(stream, marks)
+    with logs.opened(path) as stream:
+        found = scan.scan(stream, [*probes, _TRACE, _STOPPED, *ranks.JOINS])
+    marks = [x.first for x in found.evidence.values()]
+    with logs.opened(path) as stream:
+        numbers = scan.line_numbers(stream, marks)
     joins = [dict(x.values) for x in found.evidence.values() if x.probe.startswith("join:")]
     hosts = {x["pid"]: ranks.short(x["host"]) for x in joins}
     hits: dict[int, int] = {}
@@ -230,7 +229,7 @@ def _lines(path: Path, hits: dict[int, int], near: datetime.datetime) -> Iterato
     recent: collections.deque[bytes] = collections.deque(maxlen=100)
     open_: dict[tuple[str, str, str], str] = {}  # whose traceback is running: its last frame
     number, given = 1, 0
-    with logs.errors(path), logs.opened(path) as raw:
+    with logs.opened(path) as raw:
         stream = io.BufferedReader(cast(Any, raw), scan.BLOCK)
         while number <= last and given < MOST and (line := stream.readline(scan.LINE)):
             recent.append(line)
