@@ -196,6 +196,7 @@ class KubernetesLauncher:
         """Raise ServerDied when a pod cannot go on, HostLost when nobody can say for a minute."""
         if time.monotonic() - self._asked < POLL_S:
             return
+        self._asked = time.monotonic()
         there = self.pods()
         self._follow(there)
         bad = [pod for pod in there if pod.trouble]
@@ -251,7 +252,6 @@ class KubernetesLauncher:
 
     def pods(self) -> list[Pod]:
         """The run's pods; an API that does not answer is asked again for a minute."""
-        self._asked = time.monotonic()
         try:
             told = self.kubectl.run("get", "pods", self._ours, "-ojson")
         except HostLost:
@@ -302,6 +302,7 @@ class PodTask:
         self._launcher, self._plan, self._name = launcher, plan, name
         self._child = child[0] if child else None
         self.processes, self.log = [child[1]] if child else [], log
+        self._asked = 0.0
 
     @property
     def _cell(self) -> CellPlan:
@@ -314,6 +315,9 @@ class PodTask:
             if code is not None:
                 self._fetch(self._launcher.leader() or "?", "aiperf")
             return code
+        if time.monotonic() - self._asked < POLL_S:
+            return None
+        self._asked = time.monotonic()
         leader = self._launcher.leader()
         if not leader:
             return None

@@ -28,7 +28,7 @@ import yaml
 
 from lanekit import drop as drops
 from lanekit import kubernetes, machine, manifests, paths, planning
-from lanekit.errors import ConfigError, HostLost
+from lanekit.errors import ConfigError, HostLost, ServerDied
 from lanekit.plan import Plan
 from lanekit.progress import Progress
 from lanekit.run import Run
@@ -516,6 +516,35 @@ def test_an_api_that_restarts_is_asked_again(
     monkeypatch.setattr(kubernetes, "DEAF_S", -1.0)
     with pytest.raises(HostLost, match="the Kubernetes API"):
         launcher.pods()
+
+
+def test_a_batch_cell_whose_pod_failed_ends_the_run(
+    plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell's own question for pods must not count as the look at what troubles them."""
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.05)
+    plan = msgspec.structs.replace(plans["micro"], drop=str(tmp_path / "drop"))
+    drop = drops.Drop.create(plan)
+    launcher = kubernetes.KubernetesLauncher(plan, drop, kubernetes.Kubectl({}))
+    labels = {manifests.INDEX: "0"}
+    failed = {"items": [{"metadata": {"name": "lane-0", "labels": labels},
+                         "status": {"phase": "Failed", "reason": "Evicted"}}]}  # fmt: skip
+
+    def run(*words: str) -> str:
+        if words[0] == "get":
+            return json.dumps(failed)
+        raise HostLost("container not found", remedy="")
+
+    monkeypatch.setattr(launcher.kubectl, "run", run)
+    task = kubernetes.PodTask(launcher, plan, "decode", child=None, log=tmp_path / "x.log")
+
+    def wait() -> None:
+        for _ in range(100):
+            assert task.poll() is None
+            time.sleep(0.02)
+
+    with pytest.raises(ServerDied, match="Evicted"):
+        wait()
 
 
 @needs_kubectl
