@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -382,11 +381,7 @@ def _integrity(
 
 def _digest(path: Path, name: str) -> str:
     """The sha256 of a file, or of what was packed into it under another name."""
-    if path.name == PurePosixPath(name).name:
-        return drops.sha256(path)
-    with logs.opened(path) as stream:
-        whole: Any = stream  # BinaryIO is typed without readinto
-        return hashlib.file_digest(whole, "sha256").hexdigest()
+    return (drops.sha256 if path.name == PurePosixPath(name).name else logs.digest)(path)
 
 
 def _copies(subject: Subject) -> Check:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
 import io
 import multiprocessing
 import os
@@ -277,6 +278,13 @@ def opened(path: Path, allowance: int | None = None) -> Iterator[BinaryIO]:
             inner = _Zstd(raw)
         bounded = _Bounded(inner, path, BOMB_ALLOWANCE if allowance is None else allowance)
         yield io.BufferedReader(bounded, scan.BLOCK)
+
+
+def digest(path: Path) -> str:
+    """The sha256 of what is in a log, in hex, however it is packed."""
+    with opened(path) as stream:
+        whole: Any = stream  # BinaryIO is typed without readinto
+        return hashlib.file_digest(whole, "sha256").hexdigest()
 
 
 class _Zstd:

@@ -187,6 +187,9 @@ def _write(source: Path, scratch: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         _copy(path, target, words)
         digests[name] = (drop.sha256(path), new, drop.sha256(target))
+        if path.suffix in logs.PACKED:  # since the run, perhaps: its contents are what was sealed
+            plain = (logs.digest(path), new.removesuffix(path.suffix), logs.digest(target))
+            digests.setdefault(name.removesuffix(path.suffix), plain)
     if (scratch / drop.MANIFEST).is_file():
         drop.read(source)
         _seal(source / drop.MANIFEST, scratch / drop.MANIFEST, digests, words)

@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     from lanekit import render  # noqa: PLC0415
     from lanekit.drop import VERDICT  # noqa: PLC0415
 
+    root = args.drop.resolve()
     for path in (args.json, args.junit):
-        inside = path and args.drop.resolve() in path.resolve().parents
-        if inside and path.resolve() != args.drop.resolve() / VERDICT:
+        if path and path.resolve().is_relative_to(root) and path.resolve() != root / VERDICT:
             raise ConfigError(
-                f"{path} is in the drop: no file may be added to it",
+                f"{path} is in what is judged: nothing there may be written",
                 remedy="Choose a file beside it.",
             )
     found = verify(args.drop, lane=args.lane, arm=args.arm, profile=args.profile)

@@ -96,6 +96,19 @@ def test_the_same_word_is_the_same_everywhere_and_figures_are_left() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_log_that_was_packed_after_the_run_is_still_the_sealed_one(
+    tmp_path: Path, suffix: str
+) -> None:
+    drop = two_hosts(tmp_path / "drop")
+    log = drop / "logs" / "ip-10-0-0-1-server.log"
+    packed = gzip.compress if suffix == ".gz" else zstandard.compress
+    log.with_name(log.name + suffix).write_bytes(packed(log.read_bytes()))
+    log.unlink()
+    redact.redact(drop, tmp_path / "out")
+    assert verify(drop).result == verify(tmp_path / "out").result == "proven"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_packed_logs_stay_packed(tmp_path: Path, suffix: str) -> None:
     drop = two_hosts(tmp_path / "drop")
     log = drop / "logs" / "ip-10-0-0-1-server.log"

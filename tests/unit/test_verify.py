@@ -277,7 +277,12 @@ def test_a_verdict_is_not_written_into_the_drop(
     root = drops.drop(tmp_path / "d")
     for name in ("out.json", "verdict.json"):
         assert cli.main(["verify", str(root), "--json", str(root / "logs" / name)]) == 2
-        assert "is in the drop" in capsys.readouterr().err
+        assert "is in what is judged" in capsys.readouterr().err
+    (root / "verdict.json").symlink_to("manifest.json")
+    assert cli.main(["verify", str(root), "--json", str(root / "verdict.json")]) == 2
+    (root / "verdict.json").unlink()
+    log = str(root / "logs" / "here-server.log")
+    assert cli.main(["verify", log, "--json", log]) == 2
     assert verify(root).result == "proven"
     assert cli.main(["verify", str(root), "--json", str(tmp_path / "out.json")]) == 0
 
