@@ -104,7 +104,7 @@ test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slur
 	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm
 
 test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf [QUICK=1]
-	@$(VENV)/bin/python -m pytest tests/hosts $(if $(QUICK),-m quick)
+	@$(VENV)/bin/python -m pytest tests/hosts $(call switch,QUICK,-m quick)
 
 bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 IMAGES=STACK GIB=4]
 	@$(VENV)/bin/python scripts/bench.py $(call switch,LANE,--lane) $(call switch,SIMULATE,--hosts) \

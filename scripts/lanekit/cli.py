@@ -120,7 +120,11 @@ def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="the server's port; a free one when not given",
     )
-    add("--launcher", default="", help="process, compose; one that fits when not given")
+    add(
+        "--launcher",
+        default="",
+        help="process, compose, kubernetes or slurm; one that fits when not given",
+    )
     add("--hosts", default="", help="[user@]address[:port],... or an inventory file")
     add("--torch-index", default="", help="index of CPU torch builds, taken when it answers")
     add("--server-python", default="", help="an interpreter that already holds the engine")

@@ -469,7 +469,7 @@ def pinned(name: str, stack: str) -> dict[str, str]:
     known = pins.arguments(pins.load(), stack)
     locked, named = dict[str, str](), dict[str, str]()
     for image in [*reversed(ancestors(name)), name]:
-        lines = (folder(image) / "Dockerfile").read_text().splitlines()
+        lines = _recipe(image).splitlines()
         for arg in [arg for line in lines for arg, _ in pins.declared(line) if arg in known]:
             pin, _, field = arg.rpartition("_")
             if field == "LOCK":

@@ -4,7 +4,6 @@ import datetime
 import math
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -370,8 +369,3 @@ def _require(name: str, known: Iterable[str], *, what: str, option: str) -> None
             f"{option}: no {what} named '{name}'",
             remedy=f"Known {what}s: {', '.join(names) or 'none'}.",
         )
-
-
-def contract_path(name: str) -> Path:
-    """The file of a contract, whether or not it exists."""
-    return paths.CONTRACTS / f"{name}.toml"
