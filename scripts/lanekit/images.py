@@ -9,13 +9,14 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from lanekit import interrupt, paths, pins
+from lanekit import drop, interrupt, paths, pins
 from lanekit.errors import ConfigError, ImageFailed, Interrupted
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ GRAPH: Final = IMAGES / "docker-bake.hcl"
 STAGE: Final = paths.CACHE / "images"
 LOCAL: Final = "lanes"  # the namespace of what is built here and not yet pushed
 DEFAULT_STACK: Final = "2026-07"
-_BASE: Final = "org.opencontainers.image.base"
+_OCI: Final = "org.opencontainers.image"
+# A remote that others can reach: https with or without a user, ssh, or user@host:path.
+_REMOTE: Final = (
+    r"(?:https://(?:[^/]*@)?|ssh://(?:[^/]*@)?|[\w.-]+@)([\w.-]+)(?::\d+(?=/))?[:/](.+)"
+)
 
 Definition = dict[str, Any]
 
@@ -132,9 +137,33 @@ def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Defi
     """
     found = found or pins.load()
     known = pins.arguments(found, stack)
-    return {
-        "target": {name: _filled(name, stack, given, found, known) for name in targets()},
+    made = {name: _filled(name, stack, given, found, known) for name in targets()}
+    return {"target": {"_common": {"labels": checkout()}, **made}}
+
+
+def checkout() -> dict[str, str]:
+    """The labels that say which checkout images are built from: they change no layer.
+
+    `created` is the commit's time, so that one tree is one image whenever it is built; a changed
+    tree has none. `source` bears no user and no password, and a clone of a folder has none.
+    """
+    known = drop.git()
+    changed = known.get("dirty") == "yes"
+    remote = re.fullmatch(_REMOTE, _git("remote", "get-url", "origin"))
+    told = {
+        "source": f"https://{remote[1]}/{remote[2].removesuffix('.git')}" if remote else "",
+        "revision": known.get("commit", "") + ("-dirty" if changed else ""),
+        "created": "" if changed or not known else _git("log", "-1", "--format=%cI"),
     }
+    return {f"{_OCI}.{name}": value for name, value in told.items() if value}
+
+
+def _git(*words: str) -> str:
+    """What git says of this checkout; nothing where git, the checkout or the thing is missing."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        ask = ("git", "-C", str(paths.ROOT), *words)
+        return subprocess.check_output(ask, text=True, stderr=subprocess.DEVNULL).strip()
+    return ""
 
 
 def _filled(
@@ -163,12 +192,26 @@ def _filled(
         },
         "labels": {
             "lanes.given": " ".join(theirs),
-            "org.opencontainers.image.title": name,
-            "org.opencontainers.image.version": stack,
-            **{f"{_BASE}.name": place.removeprefix("docker-image://") for place in bases.values()},
+            f"{_OCI}.title": name,
+            f"{_OCI}.version": stack,
+            f"{_OCI}.description": _about(text),
+            **_based(bases.values()),
         },
         "secret": [f"id={key},src={Path(path).resolve()}" for key, path in secrets if path],
     }
+
+
+def _about(text: str) -> str:
+    """What a recipe says of itself in the comment that opens it."""
+    lines = text.partition("\nFROM ")[0].splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines)
+
+
+def _based(places: Iterable[str]) -> dict[str, str]:
+    """The labels of the base an image starts from; a base given by its tag has no digest."""
+    name, _, digest = "".join(places).removeprefix("docker-image://").partition("@")
+    told = {"name": name, "digest": digest}
+    return {f"{_OCI}.base.{key}": value for key, value in told.items() if value}
 
 
 def require_given(names: Iterable[str], stack: str, given: Roots, found: pins.Pins) -> None:

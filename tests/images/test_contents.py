@@ -38,6 +38,23 @@ def test_no_build_secret_stayed(container: Container) -> None:
 
 
 @pytest.mark.of(EVERY)
+def test_it_bears_the_labels_of_what_and_from_where_it_was_built(
+    container: Container, request: pytest.FixtureRequest
+) -> None:
+    """Not which commit: an image outlives the one it was built from."""
+    labels = images.docker().image.inspect(container.reference).config.labels or {}
+    told = {name.removeprefix("org.opencontainers.image."): said for name, said in labels.items()}
+    assert told["title"] == container.name
+    assert told["version"] == request.config.getoption("--stack")
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", told["revision"])
+    assert ("created" in told) is not told["revision"].endswith("-dirty")
+    assert told["licenses"] == "Apache-2.0"
+    assert told["description"]
+    assert told["base.name"]
+    assert "@" not in told.get("source", "")
+
+
+@pytest.mark.of(EVERY)
 def test_an_engine_runs_as_a_user(container: Container) -> None:
     uid = container.run("id", "-u").strip()
     assert uid == ("0" if container.name.startswith("transport") else "10001")

@@ -1,13 +1,15 @@
 """The graph, its overridable roots, the tags and the bill of materials, without a Docker engine."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from lanekit import contents, image_commands, images, pins, programs, registry, sbom
+from lanekit import contents, image_commands, images, paths, pins, programs, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -142,7 +144,70 @@ def test_another_file_needs_its_own_checksum_and_the_image_says_so(tmp_path: Pat
     pinned = images.definition("2026-07", images.Roots())["target"]["aiperf"]["labels"]
     assert pinned["lanes.given"] == ""
     assert pinned["org.opencontainers.image.title"] == "aiperf"
-    assert "@sha256:" in pinned["org.opencontainers.image.base.name"]
+    base = "org.opencontainers.image.base"
+    assert pinned[f"{base}.name"] == "docker.io/library/debian:bookworm-slim"
+    assert pinned[f"{base}.digest"].startswith("sha256:")
+    assert f"{base}.digest" not in made["aiperf"]["labels"]  # another's base, by its tag
+
+
+def test_an_image_says_what_it_is_in_its_recipes_opening_words() -> None:
+    made = images.definition("2026-07", images.Roots())["target"]
+    told = {name: made[name]["labels"]["org.opencontainers.image.description"] for name in made
+            if name != "_common"}  # fmt: skip
+    assert told["vllm"] == "vLLM on a transport; NCCL, NVSHMEM and DeepEP stay the transport's."
+    assert all(len(said) > 40 and said[0] not in "# " for said in told.values())
+
+
+def _clone(folder: Path, remote: str) -> None:
+    commands = [
+        ["init", "--quiet"], ["remote", "add", "origin", remote],
+        ["-c", "user.name=me", "-c", "user.email=me@example.invalid", "commit", "--quiet",
+         "--allow-empty", "--message=one", "--date=2026-11-30T12:00:00Z"],
+    ]  # fmt: skip
+    for command in commands:
+        environ = {**os.environ, "GIT_COMMITTER_DATE": "2026-11-30T12:00:00Z"}
+        subprocess.run(["git", "-C", str(folder), *command], check=True, env=environ)
+
+
+@pytest.mark.parametrize(
+    ("remote", "source"),
+    [
+        ("https://github.com/me/lanes.git", "https://github.com/me/lanes"),
+        ("https://me:secret@git.example:8443/me/lanes", "https://git.example/me/lanes"),
+        ("git@github.com:me/lanes.git", "https://github.com/me/lanes"),
+        ("ssh://git@git.example:22/me/lanes.git", "https://git.example/me/lanes"),
+        ("/home/me/lanes", None),
+        ("file:///home/me/lanes", None),
+    ],
+)
+def test_an_image_names_the_public_place_and_commit_it_was_built_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: str, source: str | None
+) -> None:
+    _clone(tmp_path, remote)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    told = {name.rpartition(".")[2]: value for name, value in images.checkout().items()}
+    assert told.get("source") == source
+    assert re.fullmatch(r"[0-9a-f]{40}", told["revision"])
+    assert told["created"].startswith("2026-11-30T12:00:00")
+
+
+def test_an_image_of_a_changed_tree_says_so_and_is_no_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _clone(tmp_path, "https://github.com/me/lanes")
+    (tmp_path / "new").write_text("")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "new"], check=True)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    told = images.checkout()
+    assert told["org.opencontainers.image.revision"].endswith("-dirty")
+    assert "org.opencontainers.image.created" not in told
+
+
+def test_a_tree_without_git_names_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    assert images.checkout() == {}
 
 
 def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
