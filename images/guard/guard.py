@@ -117,16 +117,16 @@ def holds(path: Path, word: bytes) -> bool:
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """The dynamic part of an ELF file: libraries it needs, symbols it lacks, symbols it offers."""
+class Symbol:
+    """One name in an ELF file. content: its bytes in it; None where it is not defined there."""
 
-    needed: frozenset[str]
-    undefined: frozenset[str]
-    defined: frozenset[str]
+    name: str
+    content: bytes | None
 
 
-def dynamic(path: Path) -> Dynamic:
-    """Read the dynamic section of a 64-bit little-endian ELF file.
+def symbols(path: Path, table: int = 11) -> Iterator[Symbol]:
+    """The names in a 64-bit little-endian ELF file: those it offers to the loader or asks it for
+    (SHT_DYNSYM, 11), or all of them (SHT_SYMTAB, 2), which a stripped file lacks.
 
     Raises:
         ValueError: not such a file.
@@ -138,25 +138,23 @@ def dynamic(path: Path) -> Dynamic:
         struct.unpack_from("<Q", data, 40),
         struct.unpack_from("<HH", data, 58),
     )
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
-    needed, undefined, defined = set(), set(), set()
-    for _, kind, _, _, start, length, link, _, _, entry in headers:
-        if kind not in (6, 11):  # SHT_DYNAMIC, SHT_DYNSYM
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
+    for _, kind, _, _, start, length, link, *_ in sections:
+        if kind != table:
             continue
-        text = data[headers[link][4] : headers[link][4] + headers[link][5]]
-        for place in range(start, start + length, entry or 16):
-            if kind == 6:
-                tag, value = struct.unpack_from("<qQ", data, place)
-                if tag == 1:  # DT_NEEDED
-                    needed.add(_text(text, value))
-            else:
-                name, _, _, section = struct.unpack_from("<IBBH", data, place)
-                (undefined if section == 0 else defined).add(_text(text, name))
-    return Dynamic(frozenset(needed), frozenset(undefined - {""}), frozenset(defined))
+        text = data[sections[link][4] : sections[link][4] + sections[link][5]]
+        for place in range(start, start + length, 24):
+            name, _, _, number, value, many = struct.unpack_from("<IBBHQQ", data, place)
+            content = None if number == 0 else b""
+            if 0 < number < count and sections[number][1] != 8:  # SHT_NOBITS
+                at = sections[number][4] + value - sections[number][3]
+                content = data[at : at + many]
+            yield Symbol(text[name : text.index(b"\0", name)].decode(errors="replace"), content)
 
 
-def _text(table: bytes, start: int) -> str:
-    return table[start : table.index(b"\0", start)].decode(errors="replace")
+def defined(path: Path) -> set[str]:
+    """The names that a library offers."""
+    return {each.name for each in symbols(path) if each.content is not None}
 
 
 # --- judging ---------------------------------------------------------------------------------
@@ -198,13 +196,20 @@ def check_device(image: Image, paths: list[Path]) -> Iterator[Finding]:
                 f"{archive} is {version or 'of unknown version'}, the host library is {wanted}",
                 "Take both from one wheel.",
             )
-    linked = image.expect.get("extension-nvshmem", wanted)
-    if linked != wanted:
-        yield Finding(
-            "nvshmem-device",
-            f"DeepEP was linked with device code of {linked}, the host library is {wanted}",
-            "Build DeepEP against the pinned NVSHMEM.",
-        )
+    for path in extensions(image, paths):
+        for version in sorted(linked(path) - {wanted}):
+            yield Finding(
+                "nvshmem-device",
+                f"{path.name} holds device code of {version}, the host library is {wanted}",
+                "Build DeepEP against the pinned NVSHMEM.",
+            )
+
+
+def linked(path: Path) -> set[str]:
+    """The NVSHMEM versions whose device code is linked into an extension: its headers leave this
+    constant in every object that uses them (seen with 3.6.5 and 3.7.0, 2026-11-30)."""
+    found = [s.content for s in symbols(path, 2) if s.name.endswith("nvshmemi_device_lib_version")]
+    return {".".join(map(str, struct.unpack("<3i", each))) for each in found if each}
 
 
 def _header_version(header: Path) -> str:
@@ -221,9 +226,10 @@ def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
     offered: set[str] = set()
     for pattern in LIBRARIES.values():
         for library in copies(paths, pattern):
-            offered |= dynamic(library).defined
+            offered |= defined(library)
     for path in extensions(image, paths):
-        lacks = {s for s in dynamic(path).undefined if re.match(r"nccl[A-Z]|nvshmem", s)} - offered
+        asked = {each.name for each in symbols(path) if each.content is None}
+        lacks = {name for name in asked if re.match(r"nccl[A-Z]|nvshmem", name)} - offered
         if lacks:
             yield Finding(
                 "symbols",
@@ -270,7 +276,7 @@ def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:
     for library in copies(paths, LIBRARIES["nccl"]):
         asks |= strings(library, ENTRY)
     for path in found if asks else ():  # the base of the transports has no NCCL yet
-        has = {name for name in dynamic(path).defined if ENTRY.fullmatch(name.encode())}
+        has = {name for name in defined(path) if ENTRY.fullmatch(name.encode())}
         for kind in ("ncclNetPlugin", "ncclGinPlugin"):
             fits = {n for n in has if n.startswith(kind)} & {n.decode() for n in asks}
             if not fits:

@@ -31,6 +31,17 @@ def nccl(version: str, gin: int = 13) -> str:
     )
 
 
+def linked(*version: int) -> str:
+    """A DeepEP extension: what it asks NCCL and NVSHMEM for, and what device code is in it."""
+    numbers = ", ".join(map(str, version))
+    return (
+        f"static const struct {{ int v[3]; }} nvshmemi_device_lib_version = {{{{ {numbers} }}}};"
+        "void ncclGetVersion(void); void nvshmem_my_pe(void);"
+        "const void *f(void) { ncclGetVersion(); nvshmem_my_pe();"
+        " return &nvshmemi_device_lib_version; }"
+    )
+
+
 def plant(root: Path) -> None:
     """What a transport-v2 has, complete and without a fault."""
     site = root / SITE
@@ -48,11 +59,7 @@ def plant(root: Path) -> None:
         "#define NVSHMEM_VENDOR_MAJOR_VERSION 3\n#define NVSHMEM_VENDOR_MINOR_VERSION 6\n"
         "#define NVSHMEM_VENDOR_PATCH_VERSION 5\n"
     )
-    library(
-        site / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
-        "void ncclGetVersion(void); void nvshmem_my_pe(void);"
-        "void f(void) { ncclGetVersion(); nvshmem_my_pe(); }",
-    )
+    library(site / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so", linked(3, 6, 5))
     (site / "deep_ep/elastic.py").write_text('os.getenv("EP_NUM_COMMS")\n')
     (site / "deep_ep/find_pkgs.py").write_text(
         "def find_pkg_root(name):\n    return os.getenv(f'EP_{upper}_ROOT_DIR')\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.images.tree import EXPECT, OFI, SITE, library, nccl, plant
+from tests.images.tree import EXPECT, OFI, SITE, library, linked, nccl, plant
 
 from lanekit import images, programs
 
@@ -67,6 +67,10 @@ def device_of_another_version(root: Path) -> None:
     header.write_text(header.read_text().replace("MINOR_VERSION 6", "MINOR_VERSION 4"))
 
 
+def deepep_linked_with_another_version(root: Path) -> None:
+    library(root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so", linked(3, 4, 5))
+
+
 def symbol_nobody_offers(root: Path) -> None:
     library(
         root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
@@ -109,6 +113,7 @@ def dangling_loader_path(root: Path) -> None:
         (no_nccl, {"one-nccl"}),
         (second_nvshmem, {"one-nvshmem"}),
         (device_of_another_version, {"nvshmem-device"}),
+        (deepep_linked_with_another_version, {"nvshmem-device"}),
         (symbol_nobody_offers, {"symbols"}),
         (missing_plugin, {"one-plugin"}),
         (second_plugin, {"one-plugin"}),
@@ -157,6 +162,17 @@ def test_an_image_without_a_transport_is_not_asked_for_one(tmp_path: Path) -> No
     assert judged(tmp_path, expect={}, env={}) == set()
 
 
+def test_a_stripped_deepep_does_not_say_what_it_was_linked_with(
+    clean: Path, tmp_path: Path
+) -> None:
+    (extension,) = (clean / SITE / "deep_ep").glob("_C.*")
+    assert guard.linked(extension) == {"3.6.5"}
+    shutil.copy(extension, tmp_path / "_C.so")
+    subprocess.run(["strip", str(tmp_path / "_C.so")], check=True)
+    assert guard.linked(tmp_path / "_C.so") == set()
+    assert "f" in guard.defined(tmp_path / "_C.so")
+
+
 def test_file_names_decide_and_not_substrings() -> None:
     names = ["libnccl.so.2", "libnccl-net-ofi.so", "nccl-abc", "libnccl.so.2.txt"]
     assert [n for n in names if guard.LIBRARIES["nccl"].fullmatch(n)] == ["libnccl.so.2"]
@@ -169,7 +185,7 @@ def test_the_maps_of_this_process_hold_the_c_library() -> None:
 def test_a_library_that_is_not_elf_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.so").write_text("no")
     with pytest.raises(ValueError, match="not a 64-bit ELF"):
-        guard.dynamic(tmp_path / "x.so")
+        guard.defined(tmp_path / "x.so")
 
 
 def asked(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
