@@ -16,6 +16,12 @@ when its last rank has it; `min_us` and `max_us` are over all iterations and ran
 bytes that a rank receives from others (from itself in a world of one), mean over ranks, in 1e9
 bytes a second at p50. A graph holds GRAPH_OPS operations and is divided by them, so that its launch
 is shared. The cache is warm: no L2 flush between iterations.
+
+With --variants=1 each shape is also exchanged in the other ways that DeepEP's own test times
+(tests/elastic/test_ep.py, b306af06): `expanded-dispatch` gives a row for each expert chosen,
+`cached-dispatch` sends tokens over the layout of a dispatch before it, `reduced-combine` takes
+expanded rows and adds those of one token before they travel. Each has a round trip of its own that
+is checked first. Their bytes are those of the plain dispatch or combine, as that test counts them.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -44,6 +50,7 @@ FORMAT: Final = 1
 GRAPH_OPS: Final = 10
 FP8_BLOCK: Final = 128
 LL_HEADER: Final = 16  # one int4 before each low-latency row (DeepEP tests/legacy, b306af06)
+VARIANTS: Final = ("expanded-dispatch", "cached-dispatch", "reduced-combine")
 WEIGHT_STEP: Final = 8  # weights are k/8, so that every product and sum below is exact in BF16
 Record = dict[str, Any]
 
@@ -168,10 +175,10 @@ def _fold(group: Sequence[Record]) -> Record:
 
 def table(records: Iterable[Record]) -> str:
     """The rows as fixed-width text, one line for each operation and shape."""
-    head = f"{'op':<12}{'mode':<12}{'dtype':<6}{'tokens':>7}{'max':>7}{'bytes':>13}"
+    head = f"{'op':<18}{'mode':<12}{'dtype':<6}{'tokens':>7}{'max':>7}{'bytes':>13}"
     head += f"{'p50 us':>11}{'min us':>11}{'max us':>11}{'spread':>8}{'GB/s':>9}"
     body = [
-        f"{row['op']:<12}{row['mode']:<12}{row.get('dtype', ''):<6}{row.get('tokens', ''):>7}"
+        f"{row['op']:<18}{row['mode']:<12}{row.get('dtype', ''):<6}{row.get('tokens', ''):>7}"
         f"{row.get('max_tokens', ''):>7}{row['bytes']:>13.0f}{row['p50_us']:>11.1f}"
         f"{row['min_us']:>11.1f}{row['max_us']:>11.1f}{row['spread']:>8.1%}{row['gbs']:>9.1f}"
         for row in over_repetitions(records)
@@ -220,7 +227,7 @@ class Received:
     values: Any
     scales: Any
     experts: Any  # [rows, topk] ids local to this rank, -1 where the choice went elsewhere; or None
-    weights: Any  # None, with `experts`, where combine itself applies the weights
+    weights: Any  # [rows, topk], [rows] without `experts`, or None where combine applies them
     handle: Any
 
 
@@ -230,7 +237,9 @@ def identity_experts(got: Received) -> Any:
     if got.scales is not None:
         # Not repeat_interleave: it may wait for the GPU, which a capture does not allow.
         plain = (plain.unflatten(-1, (-1, FP8_BLOCK)) * got.scales[..., None]).flatten(-2)
-    if got.weights is not None:
+    if got.weights is not None and got.experts is None:
+        plain = plain * got.weights[:, None]
+    elif got.weights is not None:
         plain = plain * torch.where(got.experts >= 0, got.weights, 0.0).sum(1, keepdim=True)
     return plain.bfloat16()
 
@@ -252,6 +261,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the buffers."""
+
+
+class Varied(Transport, Protocol):
+    """An exchange that also has VARIANTS."""
+
+    def dispatch_expanded(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """As dispatch, with a row for each expert chosen."""
+
+    def dispatch_cached(self, batch: Batch, shape: Shape, before: Received) -> Received:
+        """As the dispatch before, which had the same experts and weights, without its layout."""
 
 
 class GlooTransport:
@@ -279,9 +298,32 @@ class GlooTransport:
         local = torch.where(here, moved[2] % per_rank, -1)
         return Received(moved[0], moved[1], local, moved[3], (order, sent, counts, shape.tokens))
 
+    def dispatch_expanded(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """As dispatch, with a row for each expert chosen, in the order of the experts."""
+        got = self.dispatch(batch, shape, cpu_sync=cpu_sync)
+        row, choice = (got.experts >= 0).nonzero(as_tuple=True)
+        by_expert = got.experts[row, choice].argsort(stable=True)
+        row, choice = row[by_expert], choice[by_expert]
+        scales = None if got.scales is None else got.scales[row]
+        handle = (*got.handle, row)
+        return Received(got.values[row], scales, None, got.weights[row, choice], handle)
+
+    def dispatch_cached(self, batch: Batch, shape: Shape, before: Received) -> Received:
+        """Send values and scales alone: the rest is known."""
+        del shape
+        order, sent, counts, _ = before.handle
+        values, scales = (
+            None if column is None else self._rows(column[order], sent, counts)
+            for column in (batch.values, batch.scales)
+        )
+        return replace(before, values=values, scales=scales)
+
     def combine(self, rows: Any, got: Received) -> Any:
         """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
-        order, sent, counts, tokens = got.handle
+        order, sent, counts, tokens, *expanded = got.handle
+        for row in expanded:
+            one = torch.zeros(sum(counts), rows.shape[1])
+            rows = one.index_add_(0, row, rows.float()).bfloat16()
         back = self._rows(rows, counts, sent).float()
         return torch.zeros(tokens, rows.shape[1]).index_add_(0, order, back).bfloat16()
 
@@ -320,14 +362,30 @@ class DeepEPTransport:
 
     def dispatch(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
         """Send each token once to every rank that holds one of its experts."""
+        return self._dispatch(batch, shape, do_cpu_sync=cpu_sync, do_expand=False)
+
+    def dispatch_expanded(self, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Received:
+        """As dispatch, with a row for each expert chosen; without cpu_sync for the worst case."""
+        return self._dispatch(batch, shape, do_cpu_sync=cpu_sync, do_expand=True)
+
+    def _dispatch(self, batch: Batch, shape: Shape, **how: bool) -> Received:
         values = batch.values if batch.scales is None else (batch.values, batch.scales)
         got, experts, weights, handle, _ = self.buffer.dispatch(
             values, batch.experts.to(self.topk_dtype), batch.weights, num_experts=shape.experts,
-            num_max_tokens_per_rank=shape.max_tokens, do_cpu_sync=cpu_sync, do_expand=False,
-            num_sms=shape.sms,
+            num_max_tokens_per_rank=shape.max_tokens, num_sms=shape.sms, **how,
         )  # fmt: skip
         rows, scales = got if isinstance(got, tuple) else (got, None)
         return Received(rows, scales, experts, weights, handle)
+
+    def dispatch_cached(self, batch: Batch, shape: Shape, before: Received) -> Received:
+        """Send values, scales and ids over the layout of the dispatch before; no weights travel."""
+        values = batch.values if batch.scales is None else (batch.values, batch.scales)
+        # b306af06 asks num_experts for its SM count before it looks at the handle.
+        got, experts, _, handle, _ = self.buffer.dispatch(
+            values, num_experts=shape.experts, num_sms=shape.sms, handle=before.handle
+        )
+        rows, scales = got if isinstance(got, tuple) else (got, None)
+        return Received(rows, scales, experts, before.weights, handle)
 
     def combine(self, rows: Any, got: Received) -> Any:
         """Bring the rows back and add those of one token: [tokens, hidden] BF16."""
@@ -443,6 +501,7 @@ BACKENDS: Final[dict[str, Callable[[Shape], Transport]]] = {
     "v1-ll": LowLatencyTransport,
     "gloo": lambda _: GlooTransport(),
 }
+VARIED: Final = ("deepep", "gloo")
 
 
 @dataclass(frozen=True)
@@ -530,12 +589,35 @@ def round_trip(transport: Transport, batch: Batch, shape: Shape, *, cpu_sync: bo
     return transport.combine(identity_experts(got), got)
 
 
-def graph_round_trip(transport: Transport, shape: Shape, seed: int) -> tuple[Any, Any]:
+def expanded_trip(transport: Varied, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Any:
+    """A round trip of a row for each expert chosen, which combine adds before they travel."""
+    got = transport.dispatch_expanded(batch, shape, cpu_sync=cpu_sync)
+    return transport.combine(identity_experts(got), got)
+
+
+def cached_trip(transport: Varied, batch: Batch, shape: Shape, *, cpu_sync: bool) -> Any:
+    """A round trip over the layout of a dispatch of zeros, which come back if nothing is sent."""
+    zeros = [None if x is None else torch.zeros_like(x) for x in (batch.values, batch.scales)]
+    before = replace(batch, values=zeros[0], scales=zeros[1])
+    layout = transport.dispatch(before, shape, cpu_sync=cpu_sync)
+    got = transport.dispatch_cached(batch, shape, layout)
+    return transport.combine(identity_experts(got), got)
+
+
+# What a check is of: the plain exchange, or VARIANTS ("expanded" is of the first and the last).
+TRIPS: Final[dict[str, Callable[..., Any]]] = {
+    "": round_trip, "expanded": expanded_trip, "cached": cached_trip,
+}  # fmt: skip
+
+
+def graph_trip(
+    trip: Callable[..., Any], transport: Transport, shape: Shape, seed: int
+) -> tuple[Any, Any]:
     """Replay a captured round trip on input it was not captured with: (result, answer)."""
     static = make_batch(shape, seed, transport.device)
-    round_trip(transport, static, shape, cpu_sync=False)  # kernels are compiled outside the capture
+    trip(transport, static, shape, cpu_sync=False)  # kernels are compiled outside the capture
     out: list[Any] = []
-    graph = capture(lambda: out.append(round_trip(transport, static, shape, cpu_sync=False)))
+    graph = capture(lambda: out.append(trip(transport, static, shape, cpu_sync=False)))
     fresh = make_batch(shape, seed + 1, transport.device)
     for name in ("values", "plain", "scales", "experts", "weights"):
         if getattr(static, name) is not None:
@@ -545,19 +627,23 @@ def graph_round_trip(transport: Transport, shape: Shape, seed: int) -> tuple[Any
     return out[0], fresh.answer
 
 
-def check(bench: Bench, transport: Transport, batch: Batch, shape: Shape, mode: str) -> None:
-    """The round trip must be exact on every rank. Raises Refused with what differed."""
+def check(
+    bench: Bench, transport: Transport, batch: Batch, shape: Shape, mode: str, *, of: str = ""
+) -> None:
+    """The round trip of TRIPS must be exact on every rank. Raises Refused with what differed."""
+    trip, named = TRIPS[of], {"op": of} if of else {}
     if mode == "graph":
-        result, answer = graph_round_trip(transport, shape, 1000 + bench.rank)
+        result, answer = graph_trip(trip, transport, shape, 1000 + bench.rank)
     else:
         cpu_sync = mode == "eager-sync"
-        result, answer = round_trip(transport, batch, shape, cpu_sync=cpu_sync), batch.answer
+        result, answer = trip(transport, batch, shape, cpu_sync=cpu_sync), batch.answer
     wrong = bench.everyone(int((result != answer).any(1).sum()))
-    bench.write("check", mode=mode, **asdict(shape), wrong_rows=wrong, ok=not any(wrong))
+    bench.write("check", **named, mode=mode, **asdict(shape), wrong_rows=wrong, ok=not any(wrong))
     if any(wrong):
+        what = f"{of} {mode} {shape.dtype}".strip()
         raise Refused(
-            f"micro: {mode} {shape.dtype}, {shape.tokens} tokens: {wrong} rows came back wrong on "
-            "the ranks, so nothing was timed. Keep micro.jsonl and file the shape upstream."
+            f"micro: {what}, {shape.tokens} tokens: {wrong} rows came back wrong on the ranks, so "
+            "nothing was timed. Keep micro.jsonl and file the shape upstream."
         )
 
 
@@ -574,31 +660,41 @@ def received_bytes(
     return mean * row, mean * shape.combine_row
 
 
-def time_shape(bench: Bench, transport: Transport, shape: Shape, mode: str, rep: int) -> None:
-    """Time dispatch, combine and the pair of one shape in one mode."""
-    batch = make_batch(shape, bench.rank, transport.device)
-    if rep == 0:
-        check(bench, transport, batch, shape, mode)
-    cpu_sync, per = mode == "eager-sync", GRAPH_OPS if mode == "graph" else 1
+def operations(
+    transport: Any, batch: Batch, shape: Shape, *, cpu_sync: bool, variants: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is timed of a shape, by name, in the order of the records."""
     got = transport.dispatch(batch, shape, cpu_sync=cpu_sync)
     rows = identity_experts(got)
+    dispatch = partial(transport.dispatch, batch, shape, cpu_sync=cpu_sync)
+    yield "dispatch", dispatch
+    yield "combine", partial(transport.combine, rows, got)
+    yield "pair", lambda: transport.combine(rows, dispatch())
+    if variants:
+        expanded = partial(transport.dispatch_expanded, batch, shape, cpu_sync=cpu_sync)
+        wide = expanded()
+        yield "expanded-dispatch", expanded
+        yield "cached-dispatch", partial(transport.dispatch_cached, batch, shape, got)
+        yield "reduced-combine", partial(transport.combine, identity_experts(wide), wide)
 
-    def dispatch() -> object:
-        return transport.dispatch(batch, shape, cpu_sync=cpu_sync)
 
-    def combine() -> object:
-        return transport.combine(rows, got)
-
-    def pair() -> object:
-        return transport.combine(rows, transport.dispatch(batch, shape, cpu_sync=cpu_sync))
-
+def time_shape(
+    bench: Bench, transport: Transport, shape: Shape, mode: str, rep: int, *, variants: bool
+) -> None:
+    """Time dispatch, combine and the pair of one shape in one mode, and VARIANTS where asked."""
+    batch = make_batch(shape, bench.rank, transport.device)
+    for of in TRIPS if variants else ("",):
+        if rep == 0:
+            check(bench, transport, batch, shape, mode, of=of)
+    cpu_sync, per = mode == "eager-sync", GRAPH_OPS if mode == "graph" else 1
     out, back = received_bytes(bench, batch, shape, per_choice=transport.per_choice)
-    for op, call, count in (("dispatch", dispatch, out), ("combine", combine, back),
-                            ("pair", pair, out + back)):  # fmt: skip
+    moved = {"dispatch": out, "combine": back, "pair": out + back}
+    moved |= dict(zip(VARIANTS, (out, out, back), strict=True))
+    for op, call in operations(transport, batch, shape, cpu_sync=cpu_sync, variants=variants):
         graph = capture(call, GRAPH_OPS) if mode == "graph" else None
         bench.time(
             call if graph is None else graph.replay, transport.barrier,
-            count=count, per=per, op=op, mode=mode, rep=rep, **asdict(shape),
+            count=moved[op], per=per, op=op, mode=mode, rep=rep, **asdict(shape),
         )  # fmt: skip
 
 
@@ -713,7 +809,7 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> None:
             transport = BACKENDS[bench.backend](group[0])
             for rep in range(options.repeat):
                 for shape in group:
-                    time_shape(bench, transport, shape, mode, rep)
+                    time_shape(bench, transport, shape, mode, rep, variants=options.variants)
                     batch = make_batch(shape, bench.rank, transport.device)
                     out, _ = received_bytes(bench, batch, shape, per_choice=transport.per_choice)
                     if mode != "eager-sync":
@@ -781,7 +877,11 @@ def run(options: argparse.Namespace) -> str:
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     bench.write("run", world=world, settings=settings, graph_ops=GRAPH_OPS, started=time.time(),
                 **versions(options.backend))  # fmt: skip
-    measure_all(bench, options)
+    try:
+        measure_all(bench, options)
+    except Refused:  # on every rank. Left alone, gloo's threads abort at exit: 134, not 1.
+        dist.destroy_process_group()
+        raise
     bench.write("done", ended=time.time())
     dist.destroy_process_group()
     return table(read_records(path.read_text().splitlines())) if rank == 0 else ""
@@ -802,16 +902,19 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtypes", type=_among("bf16", "fp8"), default=["bf16", "fp8"])
     add("--modes", type=_among("eager", "eager-sync", "graph"), default=["eager", "graph"])
     add("--hybrid", type=int, choices=(0, 1), default=0, help="V2 between hosts, two levels")
+    add("--variants", type=int, choices=(0, 1), default=0, help=", ".join(VARIANTS) + ", too")
     add("--sms", type=_numbers, default=[0], help="SM counts of V2's kernels in the sweep")
     add("--warmup", type=int, default=5)
     add("--iterations", type=int, default=30)
     add("--repeat", type=int, default=3)
     add("--copy-largest", type=int, default=1 << 30, help="bytes")
     options = parser.parse_args(argv)
-    options.hybrid = bool(options.hybrid)
+    options.hybrid, options.variants = bool(options.hybrid), bool(options.variants)
     if "graph" in options.modes and (why := _uncapturable(options.backend)):
         options.modes = [mode for mode in options.modes if mode != "graph"]
         print(f"micro: {why}; the graph mode is left out", file=sys.stderr)
+    if options.variants and options.backend not in VARIED:
+        parser.error(f"--variants is for {' and '.join(VARIED)}, not for {options.backend}")
     if options.hidden % FP8_BLOCK:
         parser.error(f"--hidden must be a multiple of {FP8_BLOCK}")
     return options

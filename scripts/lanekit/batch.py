@@ -22,7 +22,8 @@ LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
 EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
 ROWS: Final = 1 << 14  # of a log's table; the largest sweep prints 150
 FIRSTS: Final = frozenset(  # how rows of the two programs begin
-    b"copy-local copy-peer launch dispatch combine pair all_to_all floor reference arm".split()
+    b"copy-local copy-peer launch dispatch combine pair expanded-dispatch cached-dispatch "
+    b"reduced-combine all_to_all floor reference arm".split()
 )
 SHOWN: Final = 8  # of what is wrong
 

@@ -75,20 +75,50 @@ def test_two_ranks_over_gloo(python: Path, tmp_path: Path) -> None:
     assert done.stdout.endswith(ep_bench.table(records) + "\n")
 
 
-def test_a_wrong_round_trip_is_not_timed(python: Path, tmp_path: Path) -> None:
-    """The driver with one expert weight lost on the way (a planted fault) must refuse to time."""
+def test_variants_over_gloo(python: Path, tmp_path: Path) -> None:
+    done = torchrun(python, *SMALL, "--variants", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
+    checks = [row for row in records if row["kind"] == "check"]
+    assert {row.get("op", "") for row in checks} == {"", "expanded", "cached"}
+    assert all(row["ok"] and row["wrong_rows"] == [0, 0] for row in checks)
+    times = {row["op"] for row in records if row["kind"] == "time"}
+    assert times >= {"dispatch", "combine", "pair", *ep_bench.VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "what"),
+    [
+        # One expert weight is lost on the way.
+        ("got.weights, 0.0).sum(1", "got.weights, 0.0)[:, 1:].sum(1", "eager bf16"),
+        # A cached dispatch sends nothing: what the dispatch before brought is still there.
+        ("return replace(before, values=values, scales=scales)", "return before", "cached eager"),
+        # A cached dispatch of FP8 leaves its scales behind.
+        ("values=values, scales=scales)", "values=values)", "cached eager fp8"),
+        # Expanded rows have the weights of other experts.
+        ("got.weights[row, choice]", "got.weights[row, 0]", "expanded eager"),
+        # A reduced combine keeps one row of a token.
+        ("one.index_add_(0, row, rows.float())", "one.index_copy_(0, row, rows.float())",
+         "expanded eager"),
+    ],
+)  # fmt: skip
+def test_a_wrong_round_trip_is_not_timed(
+    python: Path, tmp_path: Path, good: str, bad: str, what: str
+) -> None:
+    """The driver with a planted fault must refuse to time."""
     broken = tmp_path / "ep_bench.py"
     source = DRIVER.read_text()
-    planted = source.replace("got.weights, 0.0).sum(1", "got.weights, 0.0)[:, 1:].sum(1")
-    assert planted != source
-    broken.write_text(planted)
-    command = [str(python), str(broken), *SMALL, "--out", str(tmp_path)]
+    assert source.count(good) == 1
+    broken.write_text(source.replace(good, bad))
+    command = [str(python), str(broken), *SMALL, "--variants", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     assert done.returncode == 1
+    assert f"micro: {what}" in done.stderr
     assert "rows came back wrong" in done.stderr
     records = ep_bench.read_records((tmp_path / "micro.jsonl").read_text().splitlines())
     assert records[-1]["ok"] is False
-    assert not [row for row in records if row["kind"] == "time" and row["op"] == "dispatch"]
+    timed = [row["dtype"] for row in records if row.get("op") == "dispatch"]
+    assert records[-1]["dtype"] not in timed
 
 
 def test_experts_must_fit_the_ranks(python: Path, tmp_path: Path) -> None:

@@ -507,16 +507,22 @@ MICRO: Final = (
 )  # fmt: skip
 
 
-def exchanged(world: int, start: float = START) -> list[dict[str, Any]]:
-    """The records of the micro program: one floor and one shape, checked and then timed twice."""
+def exchanged(
+    world: int, start: float = START, *, more: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The records of the micro program: one floor and one shape, checked and then timed twice.
+    more: its options."""
     program = batch._program("ep_bench.py")
-    options = program.parse_options([*MICRO, "--out=x"])
+    options = program.parse_options([*MICRO, *more, "--out=x"])
     (shape,) = program.shapes(options)
     peers, here = max(1, world - 1), 32 // world
     alone = math.comb(32 - here, 4) / math.comb(32, 4) if world > 1 else 0
     rows = round(8 * peers * (1 - alone) * world) / world
     out, back = round(rows * shape.dispatch_row), round(rows * shape.combine_row)
     moved = {"dispatch": out, "combine": back, "pair": out + back, "all_to_all": out}
+    if options.variants:
+        moved |= {"expanded-dispatch": out, "cached-dispatch": out, "reduced-combine": back}
+    trips = ("", "expanded", "cached") if options.variants else ("",)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     one = {"v": 1, "mode": "eager", **dataclasses.asdict(shape)}
     figures = {"iterations": 3, "ranks": world, "p50_us": 9.0, "min_us": 8.0, "max_us": 10.0}
@@ -528,7 +534,10 @@ def exchanged(world: int, start: float = START) -> list[dict[str, Any]]:
     return [
         {"v": 1, "kind": "run", "world": world, "settings": settings, "started": start},
         *(timed("copy-local", 65536, rep, v=1, mode="eager") for rep in range(2)),
-        {**one, "kind": "check", "wrong_rows": [0] * world, "ok": True},
+        *(
+            {**one, "kind": "check", "op": op, "wrong_rows": [0] * world, "ok": True}
+            for op in trips
+        ),
         *(timed(op, size, rep, **one) for rep in range(2) for op, size in moved.items()),
         {"v": 1, "kind": "done", "ended": start + 9},
     ]

@@ -31,10 +31,11 @@ def judged(
     command: tuple[str, ...] = COMMAND,
     run: Run | None = RUN,
     printed_too: bool = True,
+    more: tuple[str, ...] = (),
 ) -> dict[str, Check]:
     """The checks of a cell whose records were changed, with the table that such records print, or
-    with the one of before."""
-    lines = drops.exchanged(world)
+    with the one of before. more: options that it ran with."""
+    lines = drops.exchanged(world, more=more)
     table = drops.micro(folder, lines)
     change(lines)
     (folder / micro.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -136,6 +137,49 @@ REFUTED: list[tuple[str, Change, str]] = [
 def test_a_forged_cell_is_refuted(tmp_path: Path, name: str, change: Change, said: str) -> None:
     found = judged(tmp_path, change)[name]
     assert (found.outcome, said in found.actual) == ("failed", True), found.actual
+
+
+VARIED = ("--variants=1",)
+
+
+def test_variants_are_planned_checked_and_printed(tmp_path: Path) -> None:
+    found = judged(tmp_path, more=VARIED, command=(*COMMAND, *VARIED))
+    assert {x.outcome for x in found.values()} == {"met"}
+
+
+def without(**fields: Any) -> Change:
+    """Take out the records that have these fields."""
+    return lambda lines: lines.__setitem__(
+        slice(None), [x for x in lines if any(x.get(k) != v for k, v in fields.items())]
+    )
+
+
+def lighter(lines: Lines) -> None:
+    for line in lines:
+        if line.get("op") == "reduced-combine":
+            line.update(bytes=512, gbs=round(512 / 9.0 / 1e3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without(kind="check", op="cached"), "cached-dispatch eager bf16 8: timed before it was"),
+        (without(kind="check", op="expanded"), "reduced-combine eager bf16 8: timed before it was"),
+        (without(kind="check", op="expanded"), "expanded-dispatch eager bf16 8: timed before"),
+        (without(kind="check", op=""), "dispatch eager bf16 8: timed before it was checked"),
+        (one(5, ok=False), "came back wrong"),
+        (lighter, "reduced-combine does not move the bytes of combine"),
+        (without(op="cached-dispatch"), "cached-dispatch eager bf16 8: repetitions none, 2"),
+    ],
+)
+def test_a_forged_variant_is_refuted(tmp_path: Path, change: Change, said: str) -> None:
+    found = judged(tmp_path, change, more=VARIED, command=(*COMMAND, *VARIED))
+    assert any(x.outcome == "failed" and said in x.actual for x in found.values()), found
+
+
+def test_a_variant_that_was_not_planned_is_refuted(tmp_path: Path) -> None:
+    found = judged(tmp_path, lambda x: x[0]["settings"].pop("variants"), more=VARIED)["planned"]
+    assert "expanded-dispatch eager bf16 8: repetitions [0, 1], not planned" in found.actual
 
 
 def test_each_check_alone_refutes_something(tmp_path: Path) -> None:

@@ -100,6 +100,18 @@ def test_options_refuse_what_does_not_exist(capsys: pytest.CaptureFixture[str]) 
     assert "--hidden must be a multiple of 128" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["v1-ht", "v1-ll"])
+def test_v1_has_no_variants(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ep_bench.parse_options(["--backend", backend, "--out", "x", "--variants", "1"])
+    assert f"--variants is for deepep and gloo, not for {backend}" in capsys.readouterr().err
+
+
+def test_the_table_parts_the_longest_operation_from_its_mode() -> None:
+    names = max(ep_bench.VARIANTS, key=len)
+    assert ep_bench.table([record(op=names)]).splitlines()[1].split()[:2] == [names, "eager"]
+
+
 def test_v1_between_hosts_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
