@@ -149,6 +149,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
         loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
         apart=bool(plan.get("backends")),
         options=row.options(plan),
+        started=row.started(manifest),
         beyond=_beyond(plan),
     )
     checks += loading.load(loads, unplanned)
@@ -259,7 +260,7 @@ def _batch(subject: Subject, manifest: Manifest, checks: Sequence[Check]) -> Ver
         files[cell] = path
     facts = Facts(
         profile, None, row.version(plan), versions=_versions(plan), batch=True,
-        options=row.options(plan),
+        options=row.options(plan), started=row.started(manifest),
     )  # fmt: skip
     checks = [*checks, _all_cells(manifest)]
     if trains:
@@ -577,7 +578,7 @@ def judged(
     _fits(found, facts.profile)
     served = facts.requests is not None and not facts.batch
     rules = contract.bound(found, served=served, batch=facts.batch)
-    rules = (*rules, *(ERRORS,) * served, *(LOST,) * subject.ours)
+    rules = judge.applying((*rules, *(ERRORS,) * served, *(LOST,) * subject.ours), facts)
     serve = _serve_logs(subject)
     evidence = logs.read(serve, rules, facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]

@@ -32,10 +32,12 @@ NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE, OLDER)
 #   lines     at least as many lines as ranks: for lines that carry no rank
 #   requests  at least as many lines as requests were planned
 #   spread    like requests, over at least two values of the group `endpoint`, else processes
+#   any       as often as it likes: only what it says is judged
 #   none      never
-Needs = Literal["ranks", "one", "line", "count", "lines", "requests", "spread", "none"]
+Needs = Literal["ranks", "one", "line", "count", "lines", "requests", "spread", "any", "none"]
 Phase = Literal["any", "before_first_request"]
 Severity = Literal["required", "noted"]
+AT_MOST: Final = "<="
 
 _VARIABLES: Final = frozenset(
     ("ranks", "nics", "provider", "fabric", "engine_version", "served_name", "nccl", "nvshmem",
@@ -50,7 +52,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regular expression whose named groups are captured; `host`, `local`, `pid` and `rank` name the
     rank, the others are values. expect: group -> the only allowed value or values; `$name` is
     taken from the profile or the plan, `$--option|default` and `$VARIABLE|default` from what the
-    plan starts. sensor: what would have written the line had it happened:
+    plan starts, `<=` in front: a number of at most so much. planned: the line says what its program
+    was given, which is what the plan gives it: the group `options` is the inside of a dictionary;
+    `name` and `value` are a variable. usual: what an option or variable then is that is not
+    planned, or not said; `*` stands for every other. unless: where the plan gives this option, the
+    rule does not apply. sensor: what would have written the line had it happened:
     where it was there, no evidence refutes; where it was not, no evidence is "could not check".
     nccl: any INFO line of NCCL's. hook: the evidence hook in every rank's process, as its `armed`
     and construction lines say.
@@ -67,6 +73,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expect: dict[str, str | tuple[str, ...]] = {}
     phase: Phase = "any"
     sensor: Literal["", "nccl", "hook"] = ""
+    planned: Literal["", "options", "variables"] = ""
+    usual: dict[str, str] = {}
+    unless: str = ""
     note: str = ""
 
     def wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -177,7 +186,13 @@ def _check_rule(name: str, rule: Rule) -> None:
             f"{where}: expects '{unknown[0]}', which its pattern does not capture",
             remedy=f"Captured: {', '.join(groups) or 'nothing'}.",
         )
-    for value in (v for _, allowed in rule.wanted() for v in allowed):
+    reads = {"": set(), "options": {"options"}, "variables": {"name", "value"}}[rule.planned]
+    if lacks := sorted(reads - set(groups)):
+        raise ConfigError(
+            f"{where}: is held to the plan's {rule.planned}, and captures no '{lacks[0]}'",
+            remedy=f"Captured: {', '.join(groups) or 'nothing'}.",
+        )
+    for value in (v.removeprefix(AT_MOST) for _, allowed in rule.wanted() for v in allowed):
         if value.startswith("$") and not _known(value[1:].partition("|")[0]):
             raise ConfigError(
                 f"{where}: '{value}' is not known",

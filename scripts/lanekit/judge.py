@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
-from lanekit import ranks, scan
+from lanekit import given, ranks, scan
 from lanekit.clock import SLACK, Window, shown
-from lanekit.contract import Bound, Rule
+from lanekit.contract import AT_MOST, Bound, Rule
 from lanekit.plan import OPTION
 from lanekit.spec import Profile
 from lanekit.verdict import Check, Outcome, Place
@@ -63,7 +63,8 @@ class Facts:
     request was sent, in seconds since the epoch. batch: the program was started once a cell, so
     that a rank has had several processes. apart: each engine wrote a log of its own.
     options: what the plan starts is given, options and variables by name; None where nothing is
-    planned. beyond: answers beside those to `requests` that a run of ours explains; None where
+    planned. started: the same of each program apart, by its log. beyond: answers beside those to
+    `requests` that a run of ours explains; None where
     others may have asked too."""
 
     profile: Profile
@@ -75,10 +76,14 @@ class Facts:
     batch: bool = False
     apart: bool = False
     options: Mapping[str, str] | None = None
+    started: Mapping[str, given.Given] | None = None
     beyond: int | None = None
 
     def value(self, wanted: str) -> str | None:
         """The value of an expectation, with `$name` looked up."""
+        if wanted.startswith(AT_MOST):
+            limit = self.value(wanted.removeprefix(AT_MOST))
+            return None if limit is None else AT_MOST + limit
         if not wanted.startswith("$"):
             return wanted
         name, _, usual = wanted[1:].partition("|")
@@ -93,6 +98,18 @@ class Facts:
         }  # fmt: skip
         found = known[name]
         return None if found is None else str(found)
+
+
+def applying(rules: Iterable[Bound], facts: Facts) -> tuple[Bound, ...]:
+    """The rules that say something of this run: what is held to a plan needs one, and what an
+    option switches off is not asked for where the plan gives it."""
+    known = facts.options
+    return tuple(
+        bound
+        for bound in rules
+        if (not bound.rule.planned or facts.started is not None)
+        and (not bound.rule.unless or (known is not None and bound.rule.unless not in known))
+    )
 
 
 def transport(rules: Iterable[Bound], logs: Logs, facts: Facts) -> list[Check]:
@@ -177,16 +194,41 @@ def _unexpected(
     for group, options in rule.wanted():
         allowed = [facts.value(option) for option in options]
         if None in allowed:
-            unknown.append(options[0].removeprefix("$").partition("|")[0].replace("_", " "))
+            unknown.append(options[0].lstrip("<=$").partition("|")[0].replace("_", " "))
             continue
         for line in lines:
             value = dict(line.evidence.values).get(group, "")
             if value == "unknown":
                 unread.append(f"{group} at {line.first.file}:{line.first.line}")
-            elif value not in allowed:
+            elif not any(_allows(str(each), value) for each in allowed):
                 seen = f"{group} = {value} at {line.first.file}:{line.first.line}"
                 wrong.append(f"{seen}, expected {' or '.join(map(str, allowed))}")
+    wrong += [said for line in lines for said in _unplanned(rule, line, facts)]
     return wrong, unread, unknown
+
+
+def _allows(allowed: str, value: str) -> bool:
+    """Whether a value is one that a rule allows: that one, or a number that is at most so much. A
+    limit of 0 is none, as in DeepEP's."""
+    if not allowed.startswith(AT_MOST):
+        return value == allowed
+    limit = allowed.removeprefix(AT_MOST)
+    return limit == "0" or (value.isdecimal() and limit.isdecimal() and int(value) <= int(limit))
+
+
+def _unplanned(rule: Rule, line: Line, facts: Facts) -> list[str]:
+    """Where a program says that it was given another thing than the plan gives it."""
+    plan = (facts.started or {}).get(line.stream)
+    values, at = dict(line.evidence.values), f" at {line.first.file}:{line.first.line}"
+    if not rule.planned:
+        return []
+    if plan is None:
+        return [f"a program that nothing planned speaks{at}"]
+    if rule.planned == "options":
+        return [x + at for x in given.options(values["options"], plan.options, rule.usual)]
+    name, said = values["name"], values["value"]
+    found = given.variable(name, said, plan.variables, rule.usual)
+    return [found + at] if found else []
 
 
 def hook_clock(logs: Logs, run: Window) -> Check:
@@ -302,6 +344,14 @@ def _twice(lines: Sequence[Line], logs: Logs) -> list[str]:
     return [f"{who} by processes {pids}" for who, pids in shown]
 
 
+def _any(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
+    """As many lines as there are: what they say is judged, not that they are there."""
+    expected = "no line that says otherwise"
+    if not lines and (blind := _blind(rule, logs, facts)):
+        return "unchecked", expected, f"none, but {rule.sensor} was not everywhere", blind
+    return "met", expected, f"{sum(x.evidence.count for x in lines)} lines", []
+
+
 def _line(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged:
     count = sum(x.evidence.count for x in lines)
     if not lines:
@@ -363,7 +413,7 @@ def _none(rule: Rule, lines: Sequence[Line], logs: Logs, facts: Facts) -> Judged
 
 
 _NEEDS: Final = {
-    "ranks": _ranks, "one": _one, "line": _line, "count": _count, "lines": _count,
+    "ranks": _ranks, "one": _one, "line": _line, "any": _any, "count": _count, "lines": _count,
     "requests": _requests, "spread": _spread, "none": _none,
 }  # fmt: skip
 

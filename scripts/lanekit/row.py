@@ -16,8 +16,9 @@ from lanekit import contract, load, paths, spec
 from lanekit.clock import Window
 from lanekit.contract import Severity
 from lanekit.errors import ConfigError
+from lanekit.given import Given
 from lanekit.manifest import Manifest, Row
-from lanekit.plan import FILES, Plan, public
+from lanekit.plan import FILES, OPTION, Plan, public
 from lanekit.plan import options as options_of
 from lanekit.reading import array, table
 from lanekit.verdict import Check, Outcome
@@ -195,7 +196,7 @@ def logs(plan: Mapping[str, Any], found: Iterable[str]) -> Check:
     """Every log is of a service or a cell that the plan started: what another program left there
     is no evidence, nor is a part that was put before or behind a log: no run of ours rotates one.
     found: logs of the drop, without what packing put behind."""
-    planned = {name for name in _planned_logs(plan) if name.startswith("logs/")}
+    planned = {name for name, _ in _programs(plan) if name.startswith("logs/")}
     strange = sorted(set(found) - planned)
     return Check(
         id="logs",
@@ -209,14 +210,27 @@ def logs(plan: Mapping[str, Any], found: Iterable[str]) -> Check:
     )
 
 
-def _planned_logs(plan: Mapping[str, Any]) -> Iterator[str]:
+def _programs(plan: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Every program that a plan starts, behind the name of the log that it writes."""
     cells = table(plan.get("cells"))
     for service in map(table, array(plan.get("services"))):
-        yield f"logs/{service.get('host')}-{service.get('name')}.log"
+        yield f"logs/{service.get('host')}-{service.get('name')}.log", service
     for name, cell in ((name, table(cell)) for name, cell in cells.items()):
-        yield str(cell.get("log"))
+        yield str(cell.get("log")), cell
         for worker in map(table, array(cell.get("workers"))):
-            yield f"logs/{worker.get('host')}-{name}.log"
+            yield f"logs/{worker.get('host')}-{name}.log", worker
+
+
+def started(manifest: Manifest) -> dict[str, Given]:
+    """What each program of a run was given, by its log: its own, and what a run inherits."""
+    return {
+        log: Given(
+            {name: value for name, value in own.items() if name.startswith(OPTION)},
+            {**manifest.environment, **own},
+        )
+        for log, program in _programs(manifest.plan)
+        for own in (given(program),)
+    }
 
 
 def clock(manifest: Manifest) -> load.Run | None:

@@ -56,9 +56,9 @@ PINS: Final = {
     "nvidia-nvshmem-cu13": "3.6.5", "tensorrt-llm": "0.21.0", "sglang": "0.5.11",
 }  # fmt: skip
 SGLANG: Final = (
-    "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/models/tiny', "
-    "served_model_name='tiny', "
-    "speculative_moe_a2a_backend=None, ep_size=2, moe_a2a_backend='{}', deepep_mode='auto')"
+    "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/models/tiny', load_format='auto', "
+    "tp_size={1}, served_model_name='tiny', dp_size={1}, speculative_moe_a2a_backend=None, "
+    "ep_size={1}, moe_a2a_backend='{0}', deepep_mode='auto')"
 )
 NATIVE: Final = (
     "[2026-11-30 11:05:44 TP{0} EP{0}] Initialized DeepEP v2 ElasticBuffer: world_size={1} "
@@ -73,7 +73,13 @@ URL: Final = "http://127.0.0.1:8000"
 JOINED: Final = 1_796_036_730.0  # 2026-11-30 11:05:30 UTC: when the ranks had met
 
 HT: Final = "--all2all-backend=deepep_high_throughput"
-OPTIONS: Final = options([HT, "--model=/models/tiny", "--model-path=/models/tiny"])
+TINY: Final = "--model=/models/tiny"
+EP: Final = "--enable-expert-parallel"
+OPTIONS: Final = options([HT, TINY, "--model-path=/models/tiny"]) | {"EP_EFA_MAX_QPS": "2"}
+GRAPHS: Final = (
+    "(Worker pid=9) INFO 11-30 11:05:46 [gpu_model_runner.py:6656] Graph capturing finished in 2 "
+    "secs, took 0.08 GiB"
+)
 
 Edit = Callable[[list[str]], list[str]]
 
@@ -91,7 +97,7 @@ def hook(host: str, local: int, rank: int, world: int, **other: str) -> str:
         f"(Worker_DP{rank}_EP{rank} pid={7000 + local}) [lane-evidence] v=1 host={host} "
         f"pid={7000 + local} rank={rank} local_rank={local} world={world} class={fields['class']} "
         f"deep_ep={fields['deep_ep']} nccl={fields['nccl']} nvshmem={fields['nvshmem']} "
-        f"gin={fields['gin']} qps=17 comms=1 timeout_s=600 t={JOINED:.3f}"
+        f"gin={fields['gin']} qps=2 comms=1 timeout_s=600 t={JOINED:.3f}"
     )
 
 
@@ -181,7 +187,7 @@ def _vllm(manager: str, prepare: str = "") -> list[str]:
     gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
     if "HT" in manager:
         gpu[0] = gpu[0].replace("True}", "True, 'all2all_backend': 'deepep_high_throughput'}")
-    said = [*gpu[:2], MANAGER.format(manager)]
+    said = [*gpu[:2], MANAGER.format(manager), GRAPHS]
     return [*said, PREPARE.format(prepare)] if prepare else said
 
 
@@ -215,9 +221,9 @@ def _engine(kind: str, fleet: Fleet) -> list[str]:
         "v1": _vllm("DeepEPHTAll2AllManager", "HT") + _said(fleet, "micro", "backend=nccl"),
         "dense": _vllm("AgRsAll2AllManager"),
         "sglang-v2": [NATIVE.format(r, len(fleet)) for _, _, r in fleet],
-        "sglang-seam": [SGLANG.format("deepep")],
-        "sglang-v1": [SGLANG.format("deepep")],
-        "sglang-dense": [SGLANG.format("none")],
+        "sglang-seam": [SGLANG.format("deepep", len(fleet))],
+        "sglang-v1": [SGLANG.format("deepep", len(fleet))],
+        "sglang-dense": [SGLANG.format("none", len(fleet))],
         "trtllm-seam": [*version, deepep],
         "trtllm-dense": [*version, dense],
         "megatron-v2": _said(fleet, "megatron", "backend=nccl dispatcher=v2"),
@@ -260,7 +266,7 @@ def _routed(gpu: list[str], net: list[str]) -> dict[str, list[str]]:
 def _own(name: str) -> list[str]:
     """The lines of a contract that stands alone."""
     shim = _net(without="devComm")
-    gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in VLLM]
+    gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in (*VLLM, GRAPHS)]
     lines = {
         "floor": [*_armed(ALONE), *gpu],
         "cpu-gloo": _armed(ALONE) + _said(ALONE, "micro", "backend=gloo torch=2.11.0"),
@@ -352,6 +358,7 @@ def lanes(root: Path) -> Path:
         for arm, profile, name in found:
             args = [f"--arm={arm}"] if lane == "megatron" else []
             args += [HT] if (lane, arm) == ("vllm", "v1") else []
+            args += [EP] if lane in ("vllm", "llmd") else []
             new = {"title": arm, "args": args, "contracts": {}}
             arms.setdefault(arm, new)["contracts"][profile] = name
         text = {
@@ -374,7 +381,8 @@ def lanes(root: Path) -> Path:
         (root / lane / "lane.toml").write_text(lines)
         path = "--model-path" if lane == "sglang" else "--model"
         serve = f"${{LANE_PYTHON}} -m {lane} --port ${{LANE_PORT}} {path} ${{LANE_MODEL}}"
-        command = f"{serve} ${{LANE_ARGS}}"
+        sizes = " ".join(f"--{kind}-size ${{LANE_RANKS}}" for kind in ("tp", "ep", "dp"))
+        command = f"{serve} {sizes if lane == 'sglang' else ''} ${{LANE_ARGS}}"
         if lane in DRIVERS:
             command = (
                 "${LANE_PYTHON} ${LANE_HOME}/train.py --out ${CELL_OUT} ${LANE_ARGS}"

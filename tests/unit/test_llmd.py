@@ -110,8 +110,9 @@ def test_no_row_of_the_lane_is_evidence_of_deepep() -> None:
         found = contract.load(name)
         assert not found.extends
         assert {*found.required, *found.served} <= {
-            "vllm-engine-cpu", "vllm-engine-gpu", "vllm-expert-parallel", "router-ready",
-            "requests-spread", "picker-started", "picker-picked",
+            "vllm-engine-cpu", "vllm-engine-gpu", "vllm-options", "vllm-graphs",
+            "vllm-graphs-lowered", "router-ready", "requests-spread", "picker-started",
+            "picker-picked",
         }  # fmt: skip
         assert found.unproven[0].startswith("anything about DeepEP"), name
         assert "DeepEP" not in found.proves

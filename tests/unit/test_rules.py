@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from lanekit import contract, judge, logs, scan, spec
 from lanekit.contract import Bound
+from lanekit.given import Given
+from lanekit.plan import options
 from lanekit.verdict import Check, Result, decide
 
 Lines = list[str]
@@ -34,7 +36,13 @@ def facts(name: str) -> judge.Facts:
     lane, _, where = drops.SUBJECTS[name]
     version = "0.21.0" if lane == "trtllm" else "0.24.0"
     known = drops.VERSIONS
-    return judge.Facts(spec.profile(where), 8, version, "tiny", known, options=drops.OPTIONS)
+    given = options([drops.TINY, drops.EP, *([drops.HT] if name.startswith("v1") else [])])
+    started = {"serve.log": Given(given, {"NCCL_NVLS_ENABLE": "0"})}
+    fleet = spec.profile(where)
+    sizes = dict.fromkeys(("--tp-size", "--ep-size", "--dp-size"), str(fleet.ranks))
+    return judge.Facts(
+        fleet, 8, version, "tiny", known, options=drops.OPTIONS | sizes, started=started
+    )
 
 
 def every(name: str) -> tuple[Bound, ...]:
@@ -132,6 +140,16 @@ def nccl(text: str) -> drops.Edit:
     return add(drops.nccl(HOST, 3, text))
 
 
+def read_by_nccl(text: str) -> drops.Edit:
+    """One of NCCL's processes read a variable."""
+
+    def edit(lines: Lines) -> Lines:
+        head = next(line for line in lines if "NCCL INFO" in line).partition("NCCL INFO")[0]
+        return add(f"{head}NCCL INFO {text}")(lines)
+
+    return edit
+
+
 def per_rank(text: str) -> list[drops.Edit]:
     """The ways to have a line, and not from every rank."""
     return [drop_one(text), one_rank(text), change_one(text, "7007:7007 [7]", "7006:7006 [6]")]
@@ -152,6 +170,13 @@ def other_versions() -> list[drops.Edit]:
     wrong = [(key, f"{key}={drops.VERSIONS[key]}", value)
              for key in drops.VERSIONS for value in ("9.9.9", "unknown")]  # fmt: skip
     return [change_one(HOOK, old, f"{key}={value}") for key, old, value in wrong]
+
+
+def sglang_sizes() -> list[drops.Edit]:
+    """A server over fewer ranks than there are, or with other weights."""
+    sizes = [change_one("ServerArgs", f", {kind}_size=", f", {kind}_size=9")
+             for kind in ("tp", "dp", "ep")]  # fmt: skip
+    return [*sizes, change_one("ServerArgs", "load_format='auto'", "load_format='dummy'")]
 
 
 BAD: Final[dict[str, list[drops.Edit]]] = {
@@ -206,6 +231,8 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         *other_versions(),
         change_one(HOOK, "gin=proxy", "gin=gdaki"),
         change_one(HOOK, "gin=proxy", "gin=unknown"),
+        change_one(HOOK, "qps=2", "qps=17"),
+        change_one(HOOK, "qps=2", "qps=unknown"),
         change_one(HOOK, "comms=1", "comms=8"),
         after(HOOK),
     ],
@@ -257,14 +284,16 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
     ],
     "sglang-a2a-deepep": [
         drop_all("ServerArgs"),
-        change_one("ServerArgs", "moe_a2a_backend='deepep'", "moe_a2a_backend='none'"),
+        change_one("ServerArgs", ", moe_a2a_backend='deepep'", ", moe_a2a_backend='none'"),
+        *sglang_sizes(),
         change_one("ServerArgs", "mode='auto'", "mode='normal'"),
         change_one("ServerArgs", "'tiny'", "'other'"),
         change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
     "sglang-a2a-none": [
         drop_all("ServerArgs"),
-        change_one("ServerArgs", "moe_a2a_backend='none'", "moe_a2a_backend='deepep'"),
+        change_one("ServerArgs", ", moe_a2a_backend='none'", ", moe_a2a_backend='deepep'"),
+        *sglang_sizes(),
         change_one("ServerArgs", "'tiny'", "'other'"),
         change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
@@ -326,14 +355,23 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("V1 LLM", "/models/tiny", "/models/other"),
         change_one("V1 LLM", "CUDAGraphMode.NONE", "CUDAGraphMode.FULL"),
     ],
-    "vllm-expert-parallel": [
+    "vllm-options": [
         drop_all("non-default"),
-        change_one("non-def", "'enable_expert_parallel': True", "'enable_expert_parallel': False"),
+        change_one("non-default", ", 'enable_expert_parallel': True", ""),
+        change_one("non-default", "'enable_expert_parallel': True", "'max_num_seqs': 64"),
+        change_one("non-default", "'model'", "'max_num_seqs': 64, 'model'"),
+        change_one("non-default", "/models/tiny", "/models/other"),
     ],
-    "vllm-backend-v1": [
-        change_one("non-def", "deepep_high_throughput", "deepep_low_latency"),
-        change_one("non-def", ", 'all2all_backend': 'deepep_high_throughput'", ""),
+    "vllm-graphs": [drop_all("Graph capturing"), after("Graph capturing")],
+    "vllm-graphs-lowered": [
+        add("FULL is not supported with F backend; setting cudagraph_mode=FULL_DECODE_ONLY"),
+        late("Overriding cudagraph_mode from FULL to PIECEWISE for reliability."),
     ],
+    "nccl-variables": [
+        read_by_nccl("NCCL_NVLS_ENABLE set by environment to 1."),
+        read_by_nccl("NCCL_PROTO set by environment to LL128"),
+    ],
+    "nccl-variables-efa": [read_by_nccl("NCCL_NVLS_ENABLE set by environment to 1.")],
     "vllm-world-gloo": [
         drop_all("world_size"),
         change_one("world_size", "world_size=1", "world_size=2"),
@@ -396,7 +434,6 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 # Where a rank was not watched, nothing says either which NCCL it mapped, nor that its lines are of
 # this run.
 COMPANIONS: Final = {
-    "vllm-expert-parallel": {"vllm-backend-v1"},  # of the same line
     "no-buffer": {
         "nccl-version", "p2p-channels", "efa-provider", "net-plugin-libfabric", "micro-gloo",
         "megatron-gloo", "megatron-nccl", "one-communicator",
@@ -445,6 +482,8 @@ def mutants(rule: contract.Rule, alone: bool) -> Iterator[tuple[str, contract.Ru
     for group in rule.expect:
         kept = {k: v for k, v in rule.expect.items() if k != group}
         yield f"any {group}", replace(rule, expect=kept)
+    if rule.planned:
+        yield "whatever was planned", replace(rule, planned="")
     if rule.phase != "any":
         yield "any phase", replace(rule, phase="any")
     if rule.needs == "one":

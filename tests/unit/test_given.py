@@ -1,0 +1,127 @@
+"""What programs print of their own options and variables, beside a plan."""
+
+import shutil
+from pathlib import Path
+
+import drops
+import msgspec
+import pytest
+
+from lanekit import contract, given, judge, planning, spec
+from lanekit.plan import Plan, public
+from lanekit.verify import verify
+
+# As vLLM 0.24.0 printed it on two H200 (2026-11-30), without what is always None in the middle.
+SAID = (
+    "'host': '127.0.0.1', 'port': 45399, 'model': '/a/qwen, 3', 'max_model_len': 4096, "
+    "'served_model_name': ['lane-model'], 'enable_expert_parallel': True, "
+    "'gpu_memory_utilization': 0.7, 'compilation_config': {'mode': <CompilationMode.NONE: 0>, "
+    "'inductor_compile_config': {'size_asserts': False}, 'cudagraph_mode': "
+    "<CUDAGraphMode.FULL_DECODE_ONLY: (2, 0)>, 'cudagraph_capture_sizes': [1, 2, 4], "
+    "'dynamic_shapes_config': {'type': <DynamicShapesType.BACKED: 'backed'>}}"
+)
+PLANNED = {
+    "--host": "127.0.0.1", "--port": "45399", "--model": "/a/qwen, 3", "--max-model-len": "4096",
+    "--served-model-name": "lane-model", "--enable-expert-parallel": "True",
+    "--gpu-memory-utilization": "0.7", "-cc.mode": "0", "-cc.cudagraph_mode": "FULL_DECODE_ONLY",
+    "-cc.cudagraph_capture_sizes": "[1,2,4]", "--load-format": "auto",
+}  # fmt: skip
+USUAL = {"load_format": "auto", "port": "8000", "-cc.cudagraph_capture_sizes": "None"}
+
+
+def test_a_server_that_was_started_as_planned_says_so() -> None:
+    assert not list(given.options(SAID, PLANNED, USUAL))
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"--max-num-seqs": "64"}, "max_num_seqs nothing, planned 64"),
+        ({"--max-model-len": None}, "max_model_len 4096, planned nothing"),
+        ({"--max-model-len": "409"}, "max_model_len 4096, planned 409"),
+        ({"--enable-expert-parallel": None}, "enable_expert_parallel True, planned nothing"),
+        ({"--load-format": "dummy"}, "load_format auto, planned dummy"),
+        ({"--port": None}, "port 45399, planned 8000"),
+        ({"-cc.mode": "3"}, "-cc.mode <CompilationMode.NONE: 0>, planned 3"),
+        ({"-cc.cudagraph_mode": "FULL"}, "-cc.cudagraph_mode <CUDAGraphMode.FULL_DECODE_ONLY"),
+        ({"-cc.cudagraph_capture_sizes": "[1,2]"}, "-cc.cudagraph_capture_sizes [1, 2, 4], pla"),
+        ({"-cc.cudagraph_capture_sizes": None}, "-cc.cudagraph_capture_sizes [1, 2, 4], pla"),
+        ({"-cc.unheard_of": "1"}, "-cc.unheard_of nothing, planned 1"),
+    ],
+)
+def test_any_other_option_is_named(change: dict[str, str | None], differs: str) -> None:
+    planned = {name: value for name, value in (PLANNED | change).items() if value is not None}
+    (found,) = given.options(SAID, planned, USUAL)
+    assert found.startswith(differs)
+
+
+@pytest.mark.parametrize(
+    ("said", "planned", "usual", "differs"),
+    [
+        ("0", {"NCCL_X": "0"}, {}, ""),
+        ("1", {"NCCL_X": "0"}, {}, "NCCL_X 1, planned 0"),
+        ("1", {}, {}, "NCCL_X 1, planned nothing"),
+        ("1", {}, {"NCCL_X": "*"}, ""),
+        ("1", {}, {"NCCL_X": "0"}, "NCCL_X 1, planned 0"),
+        ("1", {"NCCL_X": "0"}, {"*": "*"}, "NCCL_X 1, planned 0"),
+        ("1", {}, {"*": "*"}, ""),
+    ],
+)
+def test_a_variable_is_the_planned_one_or_what_it_usually_is(
+    said: str, planned: dict[str, str], usual: dict[str, str], differs: str
+) -> None:
+    assert given.variable("NCCL_X", said, planned, usual) == differs
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "allowed"),
+    [("2", "2", True), ("2", "3", False), ("0", "129", True), ("2", "two", False)],
+)
+def test_a_limit_holds_and_none_is_none(limit: str, value: str, allowed: bool) -> None:
+    assert judge._allows(f"{contract.AT_MOST}{limit}", value) == allowed
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def relabelled(root: Path, name: str, arm: str) -> Path:
+    """A committed drop of the vllm lane, its manifest made anew as another arm's."""
+    drop = shutil.copytree(RESULTS / name, root / name)
+    held = msgspec.json.decode((drop / "manifest.json").read_bytes())
+    lane = spec.lane("vllm")
+    plan = msgspec.structs.replace(msgspec.convert(held["plan"], Plan), arm=arm)
+    held["row"]["arm"], held["plan"] = arm, public(planning.again(plan, lane))
+    held["plan"]["lane_sha256"] = planning.digest(lane, arm, held["row"]["profile"])
+    held["patches"] = held["plan"]["patches"]
+    (drop / "manifest.json").write_bytes(msgspec.json.encode(held))
+    return drops.seal(drop)
+
+
+@pytest.mark.parametrize(
+    ("name", "arm", "differs"),
+    [
+        (
+            "20261130T154645Z-h200x2-vllm-graph",
+            "graph-all",
+            "_sizes [1, 2, 4, 8, 16, 24, 32], pl",
+        ),
+        (
+            "20261130T154437Z-h200x2-vllm-dense-graph",
+            "graph",
+            "ter, planned deepep_v2",
+        ),
+        (
+            "20261130T154031Z-cpu-vllm-floor",
+            "floor-graph",
+            "_mode nothing, planned FULL_D",
+        ),
+    ],
+)
+def test_a_real_run_under_another_arm_s_name_is_refuted(
+    tmp_path: Path, name: str, arm: str, differs: str
+) -> None:
+    found = verify(relabelled(tmp_path, name, arm))
+    (check,) = [each for each in found.checks if each.id == "vllm-options"]
+    assert (found.result, check.outcome) == ("refuted", "failed")
+    assert differs in check.actual
+    assert check.first is not None
