@@ -9,7 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any, Final
@@ -260,7 +260,7 @@ def make(options: Options, here: machine.Machine) -> Plan:
         environments=chosen.environments,
         services=_services(chosen),
         cells=_cells(chosen, spec.cells(lane, chosen.arm, options.cells)),
-        patches=_series(lane.arms[chosen.arm]),
+        patches=_series(lane, chosen.arm, profile.name, chosen.extra_env),
         pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments, options),
         inherited=INHERITED,
         drop=str(chosen.drop),
@@ -311,7 +311,7 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         ready_s=lane.ready_s,
         services=_services(chosen),
         cells=_cells(chosen, spec.cells(lane, plan.arm, plan.cells)) if plan.cells else {},
-        patches=_series(lane.arms[plan.arm]),
+        patches=_series(lane, plan.arm, plan.profile, plan.extra_env),
         prefill=lane.arms[plan.arm].prefill,
         lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
         files=chosen.files,
@@ -330,7 +330,7 @@ def digest(lane: spec.Lane, arm: str, profile: str) -> str:
     """The sha256 of all that a plan follows from: files of the lane and the profile, the variables
     of transports, the arm's patch series."""
     folder = paths.LANES / lane.name
-    found = repr(sorted(_series(lane.arms[arm]).items()))
+    found = repr(sorted(_series(lane, arm, profile).items()))
     own = [folder / name for name in ("lane.toml", "serve.yaml", *lane.files)]
     for path in (*own, paths.PROFILES / f"{profile}.toml", paths.VARIABLES):
         found += f" {sha256(path)}"
@@ -349,9 +349,10 @@ def _cells(chosen: Choice, wanted: Mapping[str, spec.Cell]) -> dict[str, CellPla
     return {n: (_batch_cell if batch else _aiperf_cell)(chosen, n, wanted[n]) for n in wanted}
 
 
-def _series(arm: spec.Arm) -> dict[str, str]:
-    """The arm's patch series, each with its sha256."""
-    return {each: patches.digest(patches.PATCHES / each) for each in arm.patches}
+def _series(lane: spec.Lane, arm: str, profile: str, given: Iterable[str] = ()) -> dict[str, str]:
+    """The patch series that an arm needs on a profile, each with its sha256."""
+    needed = variables.series(lane, arm, profile, given)
+    return {each: patches.digest(patches.PATCHES / each) for each in needed}
 
 
 def _gate(options: Options, chosen: Choice) -> GatePlan:

@@ -344,6 +344,8 @@ def _times(manifest: Manifest) -> Iterator[str]:
 
 
 def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
+    from lanekit import variables  # noqa: PLC0415
+
     row, plan = manifest.row, manifest.plan
     arm = known.arms[row.arm]
     profile = spec.profile(row.profile)
@@ -373,8 +375,9 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
         for name in sorted(made)
         if given[name] != arm.env.get(name)
     ]
-    if sorted(manifest.patches) != sorted(arm.patches):
-        wrong.append(f"patches {_listed(manifest.patches)}, the lane has {_listed(arm.patches)}")
+    needed = variables.series(known, row.arm, row.profile, given)
+    if sorted(manifest.patches) != sorted(needed):
+        wrong.append(f"patches {_listed(manifest.patches)}, the lane has {_listed(needed)}")
     return wrong
 
 

@@ -6,7 +6,7 @@ reads. Published recipes exported two variables for months that no release of th
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -30,10 +30,12 @@ class Transport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Variables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """lanes/variables.toml. reads: variable -> component. dropped: variable -> why not set."""
+    """lanes/variables.toml. reads: variable -> component. series: variable -> our patch series that
+    makes its component read it. dropped: variable -> why not set."""
 
     transport: dict[str, Transport]
     reads: dict[str, str]
+    series: dict[str, str]
     dropped: dict[str, str]
 
 
@@ -79,14 +81,28 @@ def of(contract: str, profile: str) -> dict[str, str]:
     """What the transport of a contract sets on a profile: the contract's own, or that of the one it
     extends; nothing where neither sets anything."""
     known = load()
-    name = contract if contract in known.transport else contracts.load(contract).extends
-    return _of(known, name, profile)
+    return _of(known, _named(known, contract), profile)
+
+
+def _named(known: Variables, contract: str) -> str:
+    return contract if contract in known.transport else contracts.load(contract).extends
 
 
 def _of(known: Variables, name: str, profile: str) -> dict[str, str]:
     found = known.transport.get(name, Transport())
     base = _of(known, found.like, profile) if found.like else {}
     return {**base, **found.env, **found.on.get(profile, {})}
+
+
+def series(lane: spec.Lane, arm: str, profile: str, given: Iterable[str] = ()) -> tuple[str, ...]:
+    """Our patch series without which an arm is not itself on a profile: those that it names, and
+    those without which nobody reads a variable that it sets. given: variables of ENV=."""
+    known, chosen = load(), lane.arms[arm]
+    transport = _of(known, _named(known, chosen.contracts[profile]), profile)
+    roles = itertools.chain.from_iterable(role.env for role in lane.roles.values())
+    names = {*transport, *lane.profiles[profile].env, *chosen.env, *roles, *given}
+    asked = (known.series[name] for name in sorted(names & set(known.series)))
+    return tuple(dict.fromkeys((*chosen.patches, *asked)))
 
 
 def faults(lane: spec.Lane, image: str, env: Mapping[str, str]) -> Iterator[str]:

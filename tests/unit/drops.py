@@ -697,6 +697,7 @@ def drop(
         "state": "complete",
         "started": "2026-11-30T11:00:00.000+00:00",
         "plan": full_plan,
+        "patches": full_plan["patches"],
         "git": {},
         "environment": {},
         "ended": "2026-11-30T11:13:00.000+00:00",

@@ -11,7 +11,7 @@ import drops
 import pytest
 import yaml
 
-from lanekit import contract, images, machine, paths, plan, planning, spec, variables
+from lanekit import contract, images, machine, patches, paths, plan, planning, spec, variables
 from lanekit.errors import ConfigError
 
 LANES = {name: spec.lane(name) for name in spec.lane_names()}
@@ -102,6 +102,41 @@ def test_every_variable_of_an_arm_has_a_reader_that_its_image_brings(
     image = spec.image(LANES[lane], arm, profile)
     faults = list(variables.faults(LANES[lane], image, given(made(lane, arm, profile))))
     assert faults == []
+
+
+@pytest.mark.parametrize(("lane", "arm", "profile"), FITS)
+def test_an_arm_asks_for_every_series_that_its_variables_need(
+    lane: str, arm: str, profile: str
+) -> None:
+    """A variable that only our patches read says nothing to an engine without them."""
+    found, table = made(lane, arm, profile), variables.load().series
+    needed = {table[name] for name in given(found) if name in table}
+    assert needed <= set(found.patches)
+    assert {patches.load(patches.PATCHES / each).stack for each in needed} <= {found.stack}
+
+
+def test_a_variable_that_our_patches_add_names_its_series() -> None:
+    # Upstream's own in 0.5.23, which v2-native runs; in 0.5.11 SGLANG_DEEPEP_USE_V2 goes with it.
+    upstream = {"SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"}
+    added: dict[str, str] = {}
+    for path in patches.PATCHES.glob("*/*/*.patch"):
+        lines = [line for line in path.read_text().splitlines() if line.startswith("+")]
+        folder = str(path.parent.relative_to(patches.PATCHES))
+        added[folder] = "\n".join([added.get(folder, ""), *lines])
+    names = {name for row in FITS for name in given(made(*row))} - upstream
+    ours = {n for n in names if any(re.search(rf"\b{n}\b", text) for text in added.values())}
+    table = variables.load().series
+    assert ours == set(table)
+    for name, series in table.items():
+        assert re.search(rf"\b{name}\b", added[series]), name
+
+
+def test_a_variable_given_by_env_asks_for_its_series() -> None:
+    plain = made("vllm", "epnc1", "h200x2")
+    assert plain.patches == {}
+    assert list(made("vllm", "epnc1", "h200x2", env=("EP_NUM_COMMS=2",)).patches) == [
+        "deepep/b306af06"
+    ]
 
 
 def test_no_reader_is_stated_for_a_variable_that_nobody_sets() -> None:

@@ -15,7 +15,7 @@ import drops
 import msgspec
 import pytest
 
-from lanekit import cli, contract, lanes, logs, paths, planning, row, scan, spec
+from lanekit import cli, contract, lanes, logs, paths, planning, row, scan, spec, variables
 from lanekit import drop as drop_module
 from lanekit import verify as verify_module
 from lanekit.errors import ConfigError, LaneError, Unreadable
@@ -506,12 +506,20 @@ def test_a_load_sent_elsewhere_refutes_whatever_lane_it_is_of(
     assert "c4 was sent to" in check(found, "manifest").actual
 
 
+def test_a_drop_on_efa_that_names_no_series_for_its_variables_is_refuted(tmp_path: Path) -> None:
+    drop = drops.drop(tmp_path / "d", "v2-efa-proxy", plan={"patches": {}}, patches={})
+    found = verify(drop)
+    assert found.result == "refuted"
+    assert any("patches none, the lane has deepep/b306af06" in x.actual for x in found.checks)
+
+
 def test_a_series_whose_text_changed_since_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the lane's digest is today's: prose of a series makes no drop false."""
-    monkeypatch.setattr(planning, "_series", lambda _: {"vllm/0.24.0": "1" * 64})
+    monkeypatch.setattr(planning, "_series", lambda *_: {"vllm/0.24.0": "1" * 64})
     was = {"vllm/0.24.0": "0" * 64}
+    monkeypatch.setattr(variables, "series", lambda *_: tuple(was))
     drop = drops.drop(tmp_path / "d", patches=was)
     plan = json.loads((drop / "manifest.json").read_text())["plan"]
     drops.edit_json(drop / "manifest.json", plan=plan | {"patches": was})
