@@ -117,7 +117,8 @@ def test_an_arm_asks_for_every_series_that_its_variables_need(
 
 def test_a_variable_that_our_patches_add_names_its_series() -> None:
     # Upstream's own in 0.5.23, which v2-native runs; in 0.5.11 SGLANG_DEEPEP_USE_V2 goes with it.
-    upstream = {"SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"}
+    # A meeting place is torch's; TensorRT-LLM's seam reads it too.
+    upstream = {"SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "MASTER_ADDR", "MASTER_PORT"}
     added: dict[str, str] = {}
     for path in patches.PATCHES.glob("*/*/*.patch"):
         lines = [line for line in path.read_text().splitlines() if line.startswith("+")]
