@@ -1,14 +1,16 @@
 """Figures recomputed from AIPerf's records: what a busy machine does, and what is forged."""
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from drops import aiperf, record
+from drops import aiperf, edit_json, record
 
 from lanekit import records
 from lanekit.errors import Unreadable
+from lanekit.load import Load, load
 
 
 def written(folder: Path, *found: dict[str, object]) -> records.Cell:
@@ -192,3 +194,41 @@ def test_the_wall_ends_with_the_last_token_not_with_its_stream(tmp_path: Path) -
     changed["metadata"]["request_end_ns"] += 5_000_000  # as seen on two busy cores
     path.write_text("\n".join([*rest, json.dumps(changed)]) + "\n")
     assert records.disagreements(records.read(folder)) == []
+
+
+# Four real requests of each release to vLLM 0.24.0 on a CPU, 2026-11-30, cut to what is read.
+# 0.10's exports are those of the committed drops.
+EXPORTS = sorted((Path(__file__).parent / "golden").glob("aiperf-*"))
+
+
+@pytest.mark.parametrize("folder", EXPORTS, ids=lambda path: path.name)
+def test_the_exports_of_later_releases_are_borne_out_by_their_records(folder: Path) -> None:
+    cell = records.read(folder)
+    asked = Load(
+        name="c2", folder=folder.name, cell=cell, concurrency=2, requests=4, isl=120, osl=8,
+        version=folder.name.removeprefix("aiperf-"), model="tiny-qwen3-moe",
+        url="http://127.0.0.1:18231",
+    )  # fmt: skip
+    assert {check.outcome for check in load([asked], ())} == {"met"}
+
+
+def edited(folder: Path, root: Path, **changes: object) -> records.Cell:
+    """A real export whose summary was edited."""
+    other = shutil.copytree(folder, root / "c2")
+    edit_json(other / "profile_export_aiperf.json", **changes)
+    return records.read(other)
+
+
+def test_a_rate_over_the_time_that_aiperf_watched_is_held_to_that_time(tmp_path: Path) -> None:
+    newest = EXPORTS[-1]
+    stated = json.loads((newest / "profile_export_aiperf.json").read_text())
+    rate = stated["output_token_throughput"]["avg"]
+    better = {"unit": "tokens/sec", "avg": rate * 1.02}
+    assert (
+        "tok_s"
+        in records.disagreements(edited(newest, tmp_path / "rate", output_token_throughput=better))[
+            0
+        ]
+    )
+    later = stated["end_time"].replace(".", ".9", 1)[:26]
+    assert "tok_s" in records.disagreements(edited(newest, tmp_path / "time", end_time=later))[0]
