@@ -5,7 +5,6 @@ from typing import Final
 
 from lanekit import images
 from lanekit.drop import atomic
-from lanekit.errors import ConfigError
 
 BEGIN: Final = "<!-- contents of {}: lanekit image table -->"
 END: Final = "<!-- /contents -->"
@@ -15,7 +14,12 @@ SHOWN: Final = (
 )  # fmt: skip
 
 
-def table(held: images.Contents, size: int, stack: str) -> str:
+def place(name: str, stack: str) -> str:
+    """What a table is of: variants share a folder, and so its README."""
+    return stack if images.folder(name).name == name else f"{name} in {stack}"
+
+
+def table(held: images.Contents, size: int, of: str) -> str:
     """What a person wants to know of an image.
 
     size: bytes as a pull brings them. The containerd store, which images with attestations need,
@@ -26,24 +30,17 @@ def table(held: images.Contents, size: int, stack: str) -> str:
     rows += [(name, held.packages[name]) for name in SHOWN if name in held.packages]
     counted = f"{len(held.packages)} Python, {len(held.debian)} Debian packages"
     rows += [("in all", f"{counted}, {size / 1e9:.2f} GB packed")]
-    lines = [f"| what | version in {stack} |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
+    lines = [f"| what | version in {of} |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
     return "\n".join(lines)
 
 
-def renewed(text: str, made: str, stack: str) -> str:
-    """A README with its table of a stack replaced.
-
-    Raises:
-        ConfigError: the README has no place for it.
-    """
-    begin = BEGIN.format(stack)
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.S)
-    if not pattern.search(text):
-        raise ConfigError(
-            f"the README has no contents table of {stack}",
-            remedy=f"Add the lines {begin} and {END}.",
-        )
-    return pattern.sub(lambda _: f"{begin}\n{made}\n{END}", text)
+def renewed(text: str, made: str, of: str) -> str:
+    """A README with its table of a stack replaced, or with one more at its end."""
+    block = f"{BEGIN.format(of)}\n{made}\n{END}"
+    pattern = re.compile(f"{re.escape(BEGIN.format(of))}.*?{re.escape(END)}", re.S)
+    if pattern.search(text):
+        return pattern.sub(lambda _: block, text)
+    return f"{text.rstrip()}\n\n{block}\n"
 
 
 def renew(names: list[str], stack: str) -> int:
@@ -53,7 +50,8 @@ def renew(names: list[str], stack: str) -> int:
         digest = images.identify(name, stack)
         size = int(client.image.inspect(digest).size or 0)
         readme = images.folder(name) / "README.md"
-        made = table(images.contents(digest), size, stack)
-        atomic(readme, renewed(readme.read_text(), made, stack).encode())
+        of = place(name, stack)
+        made = table(images.contents(digest), size, of)
+        atomic(readme, renewed(readme.read_text(), made, of).encode())
         print(readme)
     return 0

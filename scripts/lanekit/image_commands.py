@@ -28,10 +28,9 @@ def run(args: argparse.Namespace) -> int:
         return _build(names, stack, plan=args.plan)
     from lanekit import registry  # noqa: PLC0415
 
-    place = args.registry or registry.DEFAULT
     for name in names:
         act = registry.push if args.action == "push" else registry.pull
-        print(act(name, stack, place))
+        print(act(name, stack, args.registry))
     return 0
 
 

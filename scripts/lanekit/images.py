@@ -28,6 +28,7 @@ STAGE: Final = paths.CACHE / "images"
 LOCAL: Final = "lanes"  # the namespace of what is built here and not yet pushed
 DEFAULT_STACK: Final = "2026-07"
 _OCI: Final = "org.opencontainers.image"
+SOURCE: Final = f"{_OCI}.source"
 # A remote that others can reach: https with or without a user, ssh, or user@host:path.
 _REMOTE: Final = (
     r"(?:https://(?:[^/]*@)?|ssh://(?:[^/]*@)?|[\w.-]+@)([\w.-]+)(?::\d+(?=/))?[:/](.+)"
@@ -54,7 +55,7 @@ def roots(environ: Mapping[str, str]) -> Roots:
     """The overridden roots: BASE_IMAGE=, SRC_NAME=, SHA256_NAME=, CA_BUNDLE=, PIP_CONFIG=.
 
     Raises:
-        ConfigError: one of them names a file or folder that is not there.
+        ConfigError: one names a file or folder that is not there, or what no recipe takes so.
     """
     sources = _named(environ, "SRC_")
     found = Roots(
@@ -68,7 +69,26 @@ def roots(environ: Mapping[str, str]) -> Roots:
     for option, value in {**named, "CA_BUNDLE": found.ca, "PIP_CONFIG": found.pip}.items():
         if value and not Path(value).exists():
             raise ConfigError(f"{option}: {value} is not there", remedy="Give a path that exists.")
+    _require_taken(sources)
     return found
+
+
+def _require_taken(sources: Mapping[str, str]) -> None:
+    """Refuse a source that would be ignored, and the public root silently taken in its place."""
+    takes = {source for name in targets() for source in _sources(_recipe(name))}
+    wheels = {source for source in takes if source.endswith("_wheel")}
+    for source, place in sources.items():
+        if source not in takes:
+            known = ", ".join(f"SRC_{each.upper()}" for each in sorted(takes))
+            raise ConfigError(
+                f"SRC_{source.upper()}: no image takes such a source",
+                remedy=f"Unset it, or name one of {known}.",
+            )
+        if source in wheels and _is_url(place):
+            raise ConfigError(
+                f"SRC_{source.upper()}: {place} is a URL, and no checksum of it is pinned",
+                remedy="Fetch the wheel, check it, and give its folder.",
+            )
 
 
 def _named(environ: Mapping[str, str], prefix: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from lanekit.progress import Say
 if TYPE_CHECKING:
     from python_on_whales import DockerClient
 
-DEFAULT: Final = "ghcr.io/deepep-lanes"
+GITHUB: Final = "https://github.com/"
 LOCK: Final = images.IMAGES / "images.lock"
 SBOMS: Final = images.IMAGES / "sbom"
 # What a tag names, when the image holds it, in this order.
@@ -76,17 +76,32 @@ def tag(held: images.Contents, digest: str) -> str:
     return re.sub(r"[^\w.-]", "_", text)
 
 
+def default() -> str:
+    """Where images go when REGISTRY= says nothing: beside the repository that they come from.
+
+    Raises:
+        ConfigError: this checkout is no clone from GitHub, whose registry is known.
+    """
+    source = images.checkout().get(images.SOURCE, "")
+    if not source.startswith(GITHUB):
+        raise ConfigError(
+            "no registry was named, and none follows from where this checkout was cloned",
+            remedy="Name one: REGISTRY=HOST/NAME.",
+        )
+    return f"ghcr.io/{source.removeprefix(GITHUB).lower()}"  # a registry takes no capitals
+
+
 def push(name: str, stack: str, registry: str, lock: Path = LOCK) -> str:
     """Push an image under its computed tag and record its digest; returns the reference.
 
     Raises:
-        ConfigError: the image is not here.
+        ConfigError: the image is not here, or no registry is known.
         ImageFailed: the tag exists with another digest, or the registry holds another one after.
     """
     client, local = images.docker(), images.local(name, stack)
     digest = images.identify(name, stack)
     held = images.contents(digest)
-    repository, label = f"{registry}/{name}", tag(held, digest)
+    repository, label = f"{registry or default()}/{name}", tag(held, digest)
     there = remote(f"{repository}:{label}")
     if there not in ("", digest):
         raise ImageFailed(
@@ -130,7 +145,7 @@ def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str 
         raise ImageFailed(
             f"{lock.name}: '{entry.digest}' is no digest", remedy="Restore the lock from git."
         )
-    place = f"{registry}/{name}" if registry and registry != DEFAULT else entry.repository
+    place = f"{registry}/{name}" if registry else entry.repository
     reference = f"{place}@{entry.digest}"
     _docker(*(("-H", f"ssh://{ssh}") if ssh else ()), "pull", "--quiet", reference)
     client = images.docker(ssh)

@@ -255,6 +255,18 @@ def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
         assert f"from=src-{name.replace('_', '-')}," in recipes
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("SRC_DEEPEP", "https://git.example/DeepEP.git", "no image takes such a source"),
+        ("SRC_DEEPEP_WHEEL", "https://mirror.example/deep_ep.whl", "is a URL"),
+    ],
+)
+def test_a_source_that_would_be_ignored_is_refused(option: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: .*{said}"):
+        images.roots({option: value})
+
+
 def test_an_unknown_image_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         images.build(["vlm"], "2026-07", images.Roots())
@@ -313,6 +325,39 @@ def test_a_lock_that_does_not_decode_is_refused(tmp_path: Path) -> None:
         registry.read(tmp_path / "images.lock")
 
 
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("https://github.com/Me/Lanes", "ghcr.io/me/lanes"),
+        ("https://git.example/me/lanes", ""),
+        ("", ""),
+    ],
+)
+def test_images_go_beside_the_repository_they_come_from(
+    monkeypatch: pytest.MonkeyPatch, source: str, place: str
+) -> None:
+    monkeypatch.setattr(images, "checkout", lambda: {images.SOURCE: source})
+    if place:
+        assert registry.default() == place
+        return
+    with pytest.raises(ConfigError) as error:
+        registry.default()
+    assert "REGISTRY=HOST/NAME" in error.value.remedy
+
+
+def test_the_workflow_builds_as_a_person_does_and_no_failed_push_goes_on() -> None:
+    (path,) = (images.IMAGES.parent / ".github" / "workflows").glob("*.yml")
+    text = path.read_text()
+    # Without a shell named, GitHub's bash has no pipefail: `push | tee` would pass for its tee.
+    assert re.search(r"^      run:\n        shell: bash\b", text, re.M)
+    said = re.findall(r"lanekit image (\w+) .*?--stack", text)
+    assert said == ["build", "push", "table"]
+    assert "ghcr.io/" not in text  # one place knows where images go
+    offered = re.search(r"options: \[(.*)\]", text)
+    assert offered is not None
+    assert {stack.strip(' "') for stack in offered[1].split(",")} == {*pins.load().stacks}
+
+
 def test_the_workflows_take_their_actions_by_commit() -> None:
     paths = sorted((images.IMAGES.parent / ".github" / "workflows").glob("*.yml"))
     used = [line for path in paths for line in path.read_text().splitlines() if "uses:" in line]
@@ -344,10 +389,22 @@ def test_the_contents_table_is_replaced_and_nothing_else() -> None:
     assert "\nold\n" not in made
 
 
-def test_a_readme_without_a_table_is_refused() -> None:
-    other = f"{contents.BEGIN.format('2026-07')}\n{contents.END}\n"
-    with pytest.raises(ConfigError, match="no contents table of current"):
-        contents.renewed(f"# x\n{other}", "", "current")
+def test_a_readme_without_a_table_of_a_stack_gets_one_more() -> None:
+    other = f"# x\n{contents.BEGIN.format('2026-07')}\nolder\n{contents.END}\n"
+    made = contents.renewed(other, "new", "current")
+    assert made == f"{other}\n{contents.BEGIN.format('current')}\nnew\n{contents.END}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("vllm", "current"),
+        ("vllm-v1", "vllm-v1 in current"),  # else it would replace vllm's
+        ("transport-v1", "current"),
+    ],
+)
+def test_variants_that_share_a_readme_have_tables_of_their_own(name: str, of: str) -> None:
+    assert contents.place(name, "current") == of
 
 
 def _bench() -> ModuleType:
