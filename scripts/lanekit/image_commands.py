@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 
 from lanekit import images, machine, pins, spec
@@ -46,7 +47,9 @@ def _of(name: str, profile: str) -> list[str]:
     if not profile:
         known = [spec.profile(p) for p in spec.profile_names() if p in lane.profiles]
         profile, why = machine.choose(machine.read(), known)
-        print(f"image-{name}: for profile {profile} ({why}); PROFILE= chooses another")
+        # Not on the stream of PLAN=1, which a program reads.
+        said = f"image-{name}: for profile {profile} ({why}); PROFILE= chooses another"
+        print(said, file=sys.stderr)
     if profile not in lane.profiles:
         raise ConfigError(
             f"lane {name} has no setting for profile {profile}",

@@ -288,6 +288,15 @@ def test_a_lanes_name_stands_for_all_that_it_needs(
     assert image_commands.wanted(names, profile) == built
 
 
+def test_which_profile_was_chosen_is_not_said_into_the_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    image_commands.wanted(["vllm"], "")
+    said, told = capsys.readouterr()
+    assert said == ""
+    assert "image-vllm: for profile " in told
+
+
 def test_a_profile_the_lane_does_not_run_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="no setting for profile p5en-x2x"):
         image_commands.wanted(["vllm"], "p5en-x2x")
