@@ -170,6 +170,14 @@ def test_bytes_changed_in_the_registry_are_refused(
 
 
 def test_a_registry_that_does_not_answer_is_not_an_empty_one(lock: Path) -> None:
+    """Refused when it is asked: nothing was tagged for it, and no push was tried."""
     make("unreachable")
-    with pytest.raises(ImageFailed, match=r"127\.0\.0\.1:1/probe"):
+    with pytest.raises(ImageFailed, match=r"127\.0\.0\.1:1/probe") as error:
         registry.push(NAME, STACK, "127.0.0.1:1", lock)
+    assert error.value.remedy == "Is REGISTRY= right?"
+    assert not [
+        tag
+        for image in images.docker().image.list()
+        for tag in image.repo_tags or ()
+        if tag.startswith("127.0.0.1:1/")
+    ]

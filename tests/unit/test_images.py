@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 from lanekit import contents, image_commands, images, paths, pins, programs, registry, sbom
@@ -326,6 +327,27 @@ def test_a_missing_or_broken_digest_is_refused(tmp_path: Path, lock: str, said: 
         path.write_text(lock)
     with pytest.raises(ImageFailed, match=said):
         registry.pull("vllm", "2026-07", lock=path)
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_an_engine_that_brought_another_image_than_was_asked_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """Stand-ins for the engine: a real one refuses by itself (tests/images/test_registry.py)."""
+    entry = registry.Entry("r/vllm", registry.tag(HELD, DIGEST), DIGEST, "")
+    lock = tmp_path / "images.lock"
+    lock.write_bytes(msgspec.json.encode({"2026-07": {"vllm": entry}}))
+    name = f"r/vllm@{DIGEST.replace('0123', '4567') if other else DIGEST}"
+    brought = SimpleNamespace(id="sha256:" + "e" * 64, repo_digests=[name])
+    image = SimpleNamespace(inspect=lambda _: brought, tag=lambda *_: None)
+    monkeypatch.setattr(registry, "_docker", lambda *_: None)
+    monkeypatch.setattr(images, "docker", lambda *_: SimpleNamespace(image=image))
+    monkeypatch.setattr(images, "contents", lambda *_: HELD)
+    if not other:
+        assert registry.pull("vllm", "2026-07", lock=lock).endswith(f"is r/vllm@{DIGEST}")
+        return
+    with pytest.raises(ImageFailed, match="arrived as sha256:eee"):
+        registry.pull("vllm", "2026-07", lock=lock)
 
 
 def test_a_lock_that_does_not_decode_is_refused(tmp_path: Path) -> None:
