@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from lanekit import drop as drops
-from lanekit import hosts
+from lanekit import hosts, logs
 from lanekit.errors import Unreadable
 
 POLL_S: Final = 0.2
 BLOCK: Final = 1 << 20
 SHOWN: Final = ("warm", "logs")
+KINDS: Final = ("*.log", *(f"*.log{packed}" for packed in logs.PACKED))
 
 
 def stream(root: Path, *, follow: bool) -> Iterator[str]:
@@ -23,32 +24,47 @@ def stream(root: Path, *, follow: bool) -> Iterator[str]:
     follow: go on until the run has ended.
 
     Raises:
-        Unreadable: it is no drop of a run.
+        Unreadable: it is no drop of a run, or no log of it holds a line.
     """
     manifest = drops.read(root)
     ranks = {host.name: hosts.with_ranks(host) for host in hosts.of(manifest.plan)}
     at: dict[Path, int] = {}
     rest: dict[Path, bytes] = {}
+    empty = True
     while True:
         # Asked first: what was written before the end was recorded is still read below.
         ended = not follow or drops.read(root).state in drops.ENDS
-        for path in (p for where in SHOWN for p in sorted((root / where).glob("*.log"))):
-            host, _, role = path.stem.rpartition("-")
+        for path in _logs(root):
+            host, _, role = path.name.partition(".log")[0].rpartition("-")
             for line in _new(path, at, rest, ended=ended):
+                empty = False
                 yield f"{ranks.get(host, host)} {role} | {line}"
+        if ended and empty:
+            raise Unreadable(
+                f"{root}: no log holds a line; its run is {drops.read(root).state}",
+                remedy="`make triage RESULTS=DIR` says how far it came.",
+            )
         if ended:
             return
         time.sleep(POLL_S)
 
 
+def _logs(root: Path) -> Iterator[Path]:
+    for where in SHOWN:
+        yield from sorted(path for kind in KINDS for path in (root / where).glob(kind))
+
+
 def _new(path: Path, at: dict[Path, int], rest: dict[Path, bytes], *, ended: bool) -> Iterator[str]:
     """The whole lines that a file has got since the last look; at the end also half of one."""
-    with path.open("rb") as stream_:
-        stream_.seek(at.get(path, 0))
+    if path in at and path.suffix in logs.PACKED:  # packed after the run: it has all of it
+        return
+    with logs.opened(path) as stream_:
+        if path.suffix not in logs.PACKED:
+            stream_.seek(at.get(path, 0))
         while block := stream_.read(BLOCK):
             *lines, rest[path] = (rest.get(path, b"") + block).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
-        at[path] = stream_.tell()
+        at[path] = stream_.tell() if path.suffix not in logs.PACKED else 0
     if ended and (half := rest.pop(path, b"")):
         yield half.decode(errors="replace")
 

@@ -131,14 +131,9 @@ def launching(
     """The objects of a plan, applied; removed at the end, also from a cluster that was slow.
 
     Raises:
-        ConfigError: no kubectl, or the model is one that only this machine has.
+        ConfigError: no kubectl.
         HostLost: the API refuses or does not answer.
     """
-    if plan.model.source.startswith("built:"):
-        raise ConfigError(
-            f"model {plan.model.source} is made on this machine, where no pod sees it",
-            remedy="MODEL= a hub id, or a folder that every node has.",
-        )
     folder = drop.path / FOLDER
     folder.mkdir()
     control = Kubectl(env)

@@ -66,6 +66,20 @@ def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
     )
 
 
+def require(plan: Plan) -> None:
+    """Refuse a plan that no cluster could run.
+
+    Raises:
+        ConfigError: the model is one that only this machine has, or a ConfigMap cannot hold it.
+    """
+    if plan.model.source.startswith("built:"):
+        raise ConfigError(
+            f"model {plan.model.source} is made on this machine, where no pod sees it",
+            remedy="MODEL= a hub id, or a folder that every node has.",
+        )
+    _scripts(plan)
+
+
 def standing(plan: Plan) -> list[Object]:
     """The objects that stand while a run goes: scripts, files, and what starts the services."""
     made = {"Job": _network, "MPIJob": _mpi, "LeaderWorkerSet": _lws}[kind_of(plan)]

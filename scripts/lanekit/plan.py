@@ -20,7 +20,7 @@ KEPT: Final = "/kept"  # in a container: what its host keeps
 IMAGE_USER: Final = "10001:10001"  # the user that every image knows by name
 KEYS: Final = "/lane/ssh"  # of containers: the key pair by which mpirun enters other hosts'
 # A token is secret; a number of TOKENS, as in every cap of DeepEP V2, is a measure.
-SECRET: Final = re.compile(r"TOKEN(?!S)|SECRET|PASSWORD|CREDENTIAL|KEY")
+SECRET: Final = re.compile(r"TOKEN(?!S|IZER)|SECRET|PASSWORD|CREDENTIAL|KEY")
 HIDDEN: Final = "(hidden)"
 
 # The only variables a run takes from its surroundings: an ambient WORLD_SIZE once hung a

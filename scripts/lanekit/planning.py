@@ -24,6 +24,7 @@ from lanekit import (
     images,
     machine,
     manifests,
+    model,
     patches,
     paths,
     reference,
@@ -231,13 +232,15 @@ def make(options: Options, here: machine.Machine) -> Plan:
     """Compute the plan of a run on this machine.
 
     Raises:
-        ConfigError: an option names something that does not exist or does not fit.
+        ConfigError: an option names something that does not exist or does not fit, or the launcher
+            could not run such a plan anywhere.
+        ModelError: a model's directory that this machine would serve cannot be served.
     """
     _require_sound(options)
     chosen = choose(options, here)
     lane, profile = chosen.lane, chosen.profile
     batch = lane.workload.driver == "batch"
-    return Plan(
+    made = Plan(
         lane=lane.name,
         arm=chosen.arm,
         profile=profile.name,
@@ -274,6 +277,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
         backends=chosen.urls,
         warm=_warm(chosen),
     )
+    _require_runnable(made)
+    return made
 
 
 def again(plan: Plan, lane: spec.Lane) -> Plan:
@@ -521,18 +526,29 @@ def _require_sound(options: Options) -> None:
         )
 
 
-def require_hosts(plan: Plan) -> None:
-    """Refuse to run a plan whose hosts are not known or not in the launcher's reach; a plan is
-    printed anywhere. What the hosts must have is the doctor's to say.
-
-    Raises:
-        ConfigError: no host named, or one that the process launcher cannot start on.
-    """
+def _require_runnable(plan: Plan) -> None:
+    """Refuse what its launcher could not run, wherever it is printed or started."""
+    brought = Path(plan.model.path).is_absolute() and not plan.model.source.startswith("built:")
+    if plan.launcher == "slurm":
+        slurm.require(plan)
+    elif plan.launcher == "kubernetes":
+        manifests.require(plan)
+    elif brought and not plan.hosts[0].ssh:
+        model.check(Path(plan.model.path))
     if plan.launcher == "process" and (len(plan.hosts) > 1 or plan.hosts[0].ssh):
         raise ConfigError(
             f"the process launcher starts on this machine alone, not on {hosts.said(plan.hosts)}",
             remedy="LAUNCHER=compose runs on one host or many, through SSH.",
         )
+
+
+def require_hosts(plan: Plan) -> None:
+    """Refuse to start a plan whose hosts are not known; it is printed without them. What the hosts
+    must have is the doctor's to say.
+
+    Raises:
+        ConfigError: no host is named.
+    """
     _require_named(plan.launcher, plan.hosts_why, spec.profile(plan.profile))
 
 

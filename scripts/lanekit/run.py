@@ -394,8 +394,6 @@ def _prepare(run: Run) -> None:
             _require_program(name)
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
-    elif Path(plan.model.path).is_absolute() and not plan.hosts[0].ssh:
-        model.check(Path(plan.model.path))
     for series in plan.patches:
         if plan.launcher in ("process", "compose") or plan.containers is None:
             _require_patched(series, plan)

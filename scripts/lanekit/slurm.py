@@ -130,8 +130,18 @@ def _read(plan: Plan) -> list[str]:
     return [str(paths.LANES / plan.lane), *folders(plan, plan.hosts[0])]
 
 
-def _require_plain(plan: Plan) -> None:
-    """Refuse paths that a line of sbatch or a mount of pyxis would read as something else."""
+def require(plan: Plan) -> None:
+    """Refuse a plan that no job could run.
+
+    Raises:
+        ConfigError: a serving lane, whose server only a job could reach, or a path that a line of
+            sbatch or a mount of pyxis would read as something else.
+    """
+    if plan.driver != "batch":
+        raise ConfigError(
+            f"lane {plan.lane} serves; the slurm launcher runs batch lanes",
+            remedy="Serve inside an allocation: salloc, then LAUNCHER=process or compose there.",
+        )
     asked = [(_BATCH, plan.drop)]
     if plan.containers:
         asked += [(_MOUNT, path) for path in (plan.drop, str(_kept(plan)), *_read(plan))]
@@ -212,15 +222,8 @@ def launching(
     """The scripts of a plan, written; every job of it is cancelled at the end.
 
     Raises:
-        ConfigError: no Slurm here, or a serving lane, whose server only a job could reach, or
-            a path that Slurm would misread.
+        ConfigError: no Slurm here.
     """
-    if plan.driver != "batch":
-        raise ConfigError(
-            f"lane {plan.lane} serves; the slurm launcher runs batch lanes",
-            remedy="Serve inside an allocation: salloc, then LAUNCHER=process or compose there.",
-        )
-    _require_plain(plan)
     (drop.path / FOLDER).mkdir()
     command(env, "sinfo", "--version")
     if plan.containers and not plan.hosts[0].cache:

@@ -22,6 +22,8 @@ def load(path: Path, kind: type[T]) -> T:
         ConfigError: the file is missing, a device, too large, not TOML, or holds a key or value its
             schema refuses.
     """
+    if path.exists() and not path.is_file():  # realpath loses /dev/fd/63, a shell's <(command)
+        raise ConfigError(f"{path}: not a regular file", remedy="Save it as a TOML file first.")
     try:
         text = reading.small(Path(os.path.realpath(path)))
     except Unreadable as error:

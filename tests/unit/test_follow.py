@@ -1,11 +1,13 @@
 """Logs of several hosts as one stream: every line once, with its host and ranks."""
 
+import gzip
 import threading
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 
 from lanekit import cli, drop, follow
 from lanekit.errors import Unreadable
@@ -57,3 +59,21 @@ def test_what_is_no_drop_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unreadable):
         list(follow.stream(tmp_path, follow=False))
     assert cli.main(["logs", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_a_packed_log_is_shown_too(tmp_path: Path, packed: str) -> None:
+    write(tmp_path, "complete")
+    pack = gzip.compress if packed == ".gz" else zstandard.ZstdCompressor().compress
+    (tmp_path / "logs" / f"a-server.log{packed}").write_bytes(pack(b"one\ntwo"))
+    assert list(follow.stream(tmp_path, follow=True)) == [
+        "a (ranks 0-7) server | one",
+        "a (ranks 0-7) server | two",
+    ]
+
+
+def test_a_drop_without_a_line_says_how_its_run_ended(tmp_path: Path) -> None:
+    write(tmp_path, "failed")
+    (tmp_path / "logs" / "a-server.log").write_bytes(b"")
+    with pytest.raises(Unreadable, match="no log holds a line; its run is failed"):
+        list(follow.stream(tmp_path, follow=False))

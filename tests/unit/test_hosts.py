@@ -1,6 +1,7 @@
 """Hosts of a fleet: as HOSTS= or an inventory names them, with roles, ranks and addresses."""
 
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -235,7 +236,14 @@ def test_a_fleet_is_planned_without_hosts_or_an_engine_and_not_run(
     assert "HOSTS=" in caught.value.remedy
 
 
+def test_a_pipe_is_no_inventory() -> None:
+    """HOSTS=<(command): its name is that of no file once it is followed."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader), os.fdopen(writer, "w"), pytest.raises(ConfigError) as caught:
+        hosts.read(f"/dev/fd/{reader}")
+    assert "not a regular file" in caught.value.message
+
+
 def test_the_process_launcher_starts_here_alone(bare: machine.Machine, checkout: Path) -> None:
-    found = made(bare, "vllm", profile="cpu", hosts="b", launcher="process")
     with pytest.raises(ConfigError, match="on this machine alone, not on b"):
-        planning.require_hosts(found)
+        made(bare, "vllm", profile="cpu", hosts="b", launcher="process")

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lanekit import contract, images, machine, paths, plan, planning, spec
-from lanekit.errors import ConfigError
+from lanekit import contract, images, machine, model, paths, plan, planning, spec
+from lanekit.errors import ConfigError, ModelError
 
 
 def make(bare: machine.Machine, **options: object) -> plan.Plan:
@@ -72,9 +72,23 @@ def test_extra_variables_stand_in_the_plan(bare: machine.Machine) -> None:
 
 
 def test_a_local_model_is_served_from_its_folder(bare: machine.Machine, tmp_path: Path) -> None:
-    made = make(bare, model=str(tmp_path))
-    assert made.model.path == str(tmp_path)
-    assert str(tmp_path) in made.services[0].command
+    whole = tmp_path / "tiny-qwen3-moe"
+    model.ensure(whole)
+    made = make(bare, model=str(whole))
+    assert made.model.path == str(whole)
+    assert str(whole) in made.services[0].command
+
+
+@pytest.mark.parametrize("name", ["nosuch", "empty"])
+def test_a_model_that_cannot_be_served_is_refused_before_anything_is_made(
+    bare: machine.Machine, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"is not a directory|no config\.json"):
+        make(bare, model=str(tmp_path / name), results=str(tmp_path / "results"))
+    assert not (tmp_path / "results").exists()
+    # A pod's node may have what this machine has not.
+    assert make(bare, model="/nosuch", launcher="kubernetes", start=False).model.path == "/nosuch"
 
 
 @pytest.mark.parametrize(
@@ -102,9 +116,9 @@ def test_a_plan_that_makes_no_sense_is_refused(
 
 def test_a_path_with_a_space_stays_one_word(bare: machine.Machine, tmp_path: Path) -> None:
     folder = tmp_path / "a b"
-    folder.mkdir()
-    made = make(bare, model=str(folder))
-    assert str(folder) in made.services[0].command
+    model.ensure(folder / "tiny-qwen3-moe")
+    made = make(bare, model=str(folder / "tiny-qwen3-moe"))
+    assert str(folder / "tiny-qwen3-moe") in made.services[0].command
 
 
 def test_a_fleet_is_planned_anywhere(bare: machine.Machine) -> None:
@@ -216,3 +230,17 @@ def test_options_of_a_command_in_a_folder_with_spaces() -> None:
     """A path with spaces is one word; a command inside a shell's word is several."""
     told = plan.options(["/a b/python", "--model", "/a b/tiny", "--x=/c d", "sh", "-c", "e --y 1"])
     assert told == {"--model": "/a b/tiny", "--x": "/c d", "--y": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("HF_TOKEN", True),
+        ("WANDB_API_KEY", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", False),
+    ],
+)
+def test_a_secret_is_known_by_its_name(name: str, secret: bool) -> None:
+    assert plan.is_secret(name) is secret

@@ -1,6 +1,7 @@
 """What sbatch is given, and what its answers mean; a real Slurm runs it in tests/slurm."""
 
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,19 @@ def test_a_path_that_slurm_would_misread_is_refused(
         plan, drop=str(tmp_path / folder), hosts=(leader, *plan.hosts[1:]),
         containers=change.get("containers"),
     )  # fmt: skip
-    opened = slurm.launching(made, drops.Drop.create(made), {}, lambda _: None)
-    with pytest.raises(ConfigError, match="Slurm cannot be given the path") as caught, opened:
-        pass
+    with pytest.raises(ConfigError, match="Slurm cannot be given the path") as caught:
+        slurm.require(made)
     assert "RESULTS=DIR" in caught.value.remedy
+
+
+def test_a_plan_that_no_job_could_run_is_not_printed_either(
+    bare: machine.Machine, checkout: Path
+) -> None:
+    asked = partial(planning.Options, launcher="slurm", start=False)
+    with pytest.raises(ConfigError, match="lane vllm serves; the slurm launcher runs batch lanes"):
+        planning.make(asked(lane="vllm", profile="cpu"), bare)
+    with pytest.raises(ConfigError, match="Slurm cannot be given the path"):
+        planning.make(asked(lane="micro", profile="cpu-x2", results="/a b"), bare)
 
 
 def test_a_job_asks_for_every_node_whole_and_for_its_gpus(plan: Plan) -> None:
