@@ -7,7 +7,7 @@ lanekit reproduce vllm/epnc8/c32 --drop DIR       a drop that is already there
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,7 @@ from lanekit.verify import verify
 
 NOT_COMPARED: Final = ("gin", "qps", "sms", "communicators", "check", "timing", "program")
 FALLBACKS: Final = ("vllm", "micro")  # lanes whose rows run on any machine
+LACKING: Final = 8  # checks that are named
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -244,6 +245,7 @@ def _shown(known: Published, name: Name, folder: Path) -> int:
     verdict = _judged(name, folder, manifest)
     found = compare.lines(known, verdict, name.cell)
     lines = [f"\n{name} on {verdict.profile}: {verdict.result} ({verdict.reason})"]
+    lines += _lacking(verdict, name.cell)
     lines += _beside_published(known, found) if found else [f"no published figure of {name}"]
     if found:
         rows = differs(found[0], manifest, folder)
@@ -253,6 +255,22 @@ def _shown(known: Published, name: Name, folder: Path) -> int:
     if verdict.result != "proven":
         return verdict.exit_code
     return 1 if compare.reproduced(known, found) is False else 0
+
+
+def _lacking(verdict: Verdict, cell: str) -> Iterator[str]:
+    """Why a drop has no figure of a load point: how far its run came, what is not met."""
+    if compare.measured(verdict, cell):
+        return
+    yield f"nothing measured of {cell}; the drop has figures of {_listed(compare.cells(verdict))}"
+    yield from (f"  {said}" for said in verdict.said)
+    unmet = [x for x in verdict.checks if x.severity == "required" and x.outcome != "met"]
+    yield from (f"  {x.id}: {x.actual or x.expected}" for x in unmet[:LACKING])
+    if len(unmet) > LACKING:
+        yield f"  and {len(unmet) - LACKING} more checks: `make verify-logs RESULTS=DIR`"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "no load point"
 
 
 def _judged(name: Name, folder: Path, manifest: Manifest | None) -> Verdict:
@@ -325,11 +343,11 @@ def _beside_own(known: Published, name: Name, verdict: Verdict, folder: Path) ->
 def _own_rows(known: Published, cell: str, verdict: Verdict, before: Verdict) -> list[str]:
     now, then = compare.measured(verdict, cell), compare.measured(before, cell)
     rows = [("figure", "measured", "committed", "difference")]
-    for metric in (m for m in now if m in then):
+    for metric in then:
         told = known.metrics[metric]
-        share = compare.change(now[metric], then[metric])
-        rows.append((f"{told.title}, {told.unit}", f"{now[metric]:.1f}", f"{then[metric]:.1f}",
-                     f"{share:+.1%}"))  # fmt: skip
+        share = f"{compare.change(now[metric], then[metric]):+.1%}" if metric in now else "-"
+        measured = f"{now[metric]:.1f}" if metric in now else "-"
+        rows.append((f"{told.title}, {told.unit}", measured, f"{then[metric]:.1f}", share))
     return _grid(rows)
 
 

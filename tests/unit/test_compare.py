@@ -100,6 +100,19 @@ def test_micro_takes_the_captured_fp8_times_of_the_published_shape() -> None:
     assert by_metric(low, "decode")["dc_p50_ms"].measured == 0.43
 
 
+def test_the_variants_of_micro_stand_beside_those_of_the_published_run() -> None:
+    ops = ("expanded-dispatch", "cached-dispatch", "reduced-combine")
+    rows = tuple(times(op, "graph", "fp8", 200.0 + n) for n, op in enumerate(ops))
+    verdict = Verdict("d", "proven", "", lane="micro", arm="v2-variants", profile="p5en-x2",
+                      micro=rows)  # fmt: skip
+    found = by_metric(verdict, "decode")
+    assert {name: (line.measured, line.figure.value) for name, line in found.items()} == {
+        "expanded_dispatch_p50_us": (200.0, 179.8),
+        "cached_dispatch_p50_us": (201.0, 231.6),
+        "reduced_combine_p50_us": (202.0, 289.8),
+    }
+
+
 def test_micro_falls_back_to_eager_where_nothing_was_captured() -> None:
     row = times("dispatch", "eager", "fp8", 300.0)
     verdict = Verdict("d", "proven", "", lane="micro", arm="v2", profile="p5en-x2", micro=(row,))

@@ -1,5 +1,6 @@
 """`lanekit reproduce`: what it refuses, what it compares, and a whole run of a stand-in row."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import drops
 import msgspec
 import pytest
 
-from lanekit import cli, compare, machine, planning, published, registry, reproduce, spec
+from lanekit import cli, compare, lanes, machine, planning, published, registry, reproduce, spec
 from lanekit.errors import ConfigError
 from lanekit.machine import Gpu, Machine
 from lanekit.published import Row
@@ -260,6 +261,35 @@ def test_a_refuted_drop_reproduces_nothing(
     (folder / "logs" / "here-server.log").write_text("another log\n")
     assert cli.main(["reproduce", "vllm/v2/c4", "--drop", str(folder)]) == 1
     assert "not reproduced: refuted" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("known_lanes", "checkout")
+def test_an_incomplete_drop_says_what_it_lacks_beside_a_whole_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = drops.drop(tmp_path / "whole", "cpu")
+    monkeypatch.setattr(lanes, "tracked", lambda: [whole])
+    folder = drops.drop(tmp_path / "drop", "cpu", cells=("c4", "c8"), state="sweeping", ended=None)
+    assert cli.main(["reproduce", "vllm/floor/c8", "--drop", str(folder)]) == 2
+    assert "nothing measured of c8; the drop has figures of c4" in capsys.readouterr().out
+    shutil.rmtree(folder / "aiperf")
+    assert cli.main(["reproduce", "vllm/floor/c4", "--drop", str(folder)]) == 2
+    said = capsys.readouterr().out
+    assert "nothing measured of c4; the drop has figures of no load point" in said
+    (row,) = [line.split() for line in said.splitlines() if "output tokens, tok/s" in line]
+    assert (row[3], row[5]) == ("-", "-")
+
+
+@pytest.mark.usefixtures("known_lanes", "checkout")
+def test_a_complete_drop_without_figures_says_which_checks_are_not_met(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = drops.drop(tmp_path / "drop", "cpu")
+    shutil.rmtree(folder / "aiperf")
+    assert cli.main(["reproduce", "vllm/floor/c4", "--drop", str(folder)]) in (1, 2)
+    said = capsys.readouterr().out
+    assert "nothing measured of c4" in said
+    assert "  files: " in said
 
 
 @pytest.mark.usefixtures("known_lanes", "checkout")
