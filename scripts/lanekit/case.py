@@ -41,9 +41,6 @@ WAIVERS: Final = "waivers.toml"
 # The only files of our drop that its manifest cannot name. A waiver may be written later: it is
 # always shown.
 UNLISTED: Final = (MANIFEST, drops.VERDICT, WAIVERS)
-# tomllib takes room by the square of a dotted key's length: 200 kB of `a.a.a` did not end below
-# 20 GB (2026-11-30); 8 KiB take 70 MB.
-WAIVERS_LIMIT: Final = 8 << 10
 # Of every loaded server, whatever its contract: a client that retries reports no error.
 ERRORS: Final = contract.Bound(
     "server-errors",
@@ -641,9 +638,14 @@ def _fits(found: Contract, profile: spec.Profile) -> None:
 
 
 def _serve_logs(subject: Subject) -> list[logs.Log]:
-    """The logs to read: of those with the same bytes the first."""
+    """The logs to read: of those with the same bytes the first, and none that was packed and kept
+    beside what came of it (`gzip -k`)."""
     found = _found_logs(subject)
     again = {path for same in _twins(log.path for log in found) for path in same[1:]}
+    plain = {log.name: log.path for log in found if log.name == log.unpacked}
+    for log in found:
+        if (whole := plain.get(log.unpacked)) and whole != log.path:
+            again |= {log.path} if logs.digest(log.path) == drops.sha256(whole) else set()
     return [log for log in found if log.path not in again]
 
 
@@ -665,7 +667,7 @@ def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], lis
         return list(checks), []
     known = [check.id for check in checks if check.group != "drop"]
     reasons: dict[str, str] = {}
-    for waiver in toml.decode(reading.small(path, WAIVERS_LIMIT), _Waivers, where=str(path)).waiver:
+    for waiver in toml.load(path, _Waivers).waiver:
         if waiver.check not in known or not waiver.reason.strip() or not waiver.by.strip():
             raise ConfigError(
                 f"{path}: no check '{waiver.check}' that can be waived, or no reason or name given",

@@ -223,6 +223,8 @@ def _run(args: argparse.Namespace) -> int:
     from lanekit import machine, plan, planning  # noqa: PLC0415
 
     made = planning.make(_options(args), machine.read())
+    for said in planning.warnings(made):
+        print(f"warning: {said}", file=sys.stderr)
     if args.plan:
         print(plan.render(made))
         return 0

@@ -325,6 +325,12 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
     )
 
 
+def warnings(plan: Plan) -> list[str]:
+    """What of a plan will refute its drop in the end."""
+    made = variables.remade(spec.lane(plan.lane), plan.arm, plan.extra_env)
+    return [f"{said}: its verdict will be `refuted`" for said in made]
+
+
 def _shape(plan: Plan, chosen: Choice) -> dict[str, int]:
     """The lane's word on the model, where it is the lane's model."""
     model = chosen.setting.model or chosen.lane.model

@@ -228,6 +228,7 @@ def _before(known: Published, name: Name, made: Plan) -> list[str]:
             f"known failing since {failing.since}: {failing.what} {failing.issue}".rstrip()
         )
     how = "images by digest" if made.containers else "in place, from locks with hashes"
+    lines += [f"warning: {said}" for said in planning.warnings(made)]
     return [*lines, f"{name} on {made.profile} ({made.profile_why}), {made.launcher}: {how}"]
 
 

@@ -369,12 +369,7 @@ def _against_lane(manifest: Manifest, known: spec.Lane) -> list[str]:
         wrong.append(f"answers compared with nobody, the lane has {arm.reference}")
     given = table(plan.get("extra_env"))
     # Also what only another arm sets: EP_NUM_COMMS=8 makes epnc8 of epnc1.
-    made = {name for each in known.arms.values() for name in each.env if name in given}
-    wrong += [
-        f"ENV= made {name} {_shown(given[name])}, the arm is {arm.env.get(name, 'without it')}"
-        for name in sorted(made)
-        if given[name] != arm.env.get(name)
-    ]
+    wrong += variables.remade(known, row.arm, given)
     needed = variables.series(known, row.arm, row.profile, given)
     if sorted(manifest.patches) != sorted(needed):
         wrong.append(f"patches {_listed(manifest.patches)}, the lane has {_listed(needed)}")

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -12,6 +12,13 @@ from lanekit.errors import ConfigError, Unreadable
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+# tomllib takes room by the square of a dotted key's length: 200 kB of `a.a.a` did not end below
+# 20 GB, and the worst of this size and depth takes 111 MiB and 3 s (2026-11-30). Our largest file
+# has 40 KiB, our deepest key 4 parts.
+LIMIT: Final = 256 << 10
+DEPTH: Final = 32
+_STRING = re.compile(rb'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
+_DEEP = re.compile(rb"(?:\.[ \t]*[\w-]+[ \t]*){%d}" % DEPTH)
 _UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `(?P<at>[^`]*)`)?")
 
 
@@ -25,7 +32,7 @@ def load(path: Path, kind: type[T]) -> T:
     if path.exists() and not path.is_file():  # realpath loses /dev/fd/63, a shell's <(command)
         raise ConfigError(f"{path}: not a regular file", remedy="Save it as a TOML file first.")
     try:
-        text = reading.small(Path(os.path.realpath(path)))
+        text = reading.small(Path(os.path.realpath(path)), LIMIT)
     except Unreadable as error:
         raise ConfigError(error.message, remedy="Check the name: a TOML file.") from error
     return decode(text, kind, where=str(path))
@@ -33,6 +40,11 @@ def load(path: Path, kind: type[T]) -> T:
 
 def decode(text: bytes, kind: type[T], *, where: str) -> T:
     """Decode TOML text into `kind`; `where` names the source in errors."""
+    if len(text) > LIMIT or _DEEP.search(_STRING.sub(b"q", text)):
+        raise ConfigError(
+            f"{where}: larger than {LIMIT >> 10} KiB, or a key of more than {DEPTH} parts",
+            remedy="No such file needs so much: write what its README shows.",
+        )
     try:
         return msgspec.toml.decode(text, type=kind)
     except msgspec.ValidationError as error:

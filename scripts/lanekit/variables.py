@@ -105,6 +105,18 @@ def series(lane: spec.Lane, arm: str, profile: str, given: Iterable[str] = ()) -
     return tuple(dict.fromkeys((*chosen.patches, *asked)))
 
 
+def remade(lane: spec.Lane, arm: str, given: Mapping[str, object]) -> Iterator[str]:
+    """What ENV= makes another arm of, a sentence each: a variable by which arms differ, with
+    another value than the arm's, also one that means `without` where the arm is without it."""
+    own = lane.arms[arm].env
+    for name in sorted({name for each in lane.arms.values() for name in each.env} & set(given)):
+        if given[name] != own.get(name):
+            like = [n for n, each in lane.arms.items() if each.env.get(name) == given[name]]
+            hint = f" (as arm {' and '.join(like)} is)" if like else ""
+            said = str(given[name])[:80]
+            yield f"ENV= made {name} {said}{hint}, the arm is {own.get(name, 'without it')}"
+
+
 def faults(lane: spec.Lane, image: str, env: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with the variables of one arm, a sentence each.
 

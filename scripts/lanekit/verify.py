@@ -36,9 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from lanekit import render  # noqa: PLC0415
     from lanekit.drop import VERDICT  # noqa: PLC0415
 
-    root = args.drop.resolve()
+    root = Path(os.path.realpath(args.drop))  # unlike resolve() it takes links that loop
     for path in (args.json, args.junit):
-        if path and path.resolve().is_relative_to(root) and path.resolve() != root / VERDICT:
+        to = Path(os.path.realpath(path or "/"))
+        if path and to.is_relative_to(root) and to != root / VERDICT:
             raise ConfigError(
                 f"{path} is in what is judged: nothing there may be written",
                 remedy="Choose a file beside it.",
@@ -82,7 +83,8 @@ def _verify(drop: Path, given: dict[str, str | None]) -> "Verdict":
 
     str(drop).encode()
     if not drop.exists():
-        raise Unreadable(f"{drop}: no such file or directory", remedy="Check the path.")
+        link = "a link that leads nowhere" if drop.is_symlink() else "no such file or directory"
+        raise Unreadable(f"{drop}: {link}", remedy="Check the path.")
     files = [drop] if drop.is_file() else list(itertools.islice(logs.inside(drop), FILES + 1))
     if len(files) > FILES:
         raise Unreadable(f"{drop}: more than {FILES} files", remedy="Give one run's drop.")

@@ -244,3 +244,21 @@ def test_options_of_a_command_in_a_folder_with_spaces() -> None:
 )
 def test_a_secret_is_known_by_its_name(name: str, secret: bool) -> None:
     assert plan.is_secret(name) is secret
+
+
+@pytest.mark.parametrize(
+    ("arm", "env", "said"),
+    [
+        ("epnc1", "EP_NUM_COMMS=8", "made EP_NUM_COMMS 8 (as arm epnc8 is), the arm is without it"),
+        ("epnc1", "EP_NUM_COMMS=1", "made EP_NUM_COMMS 1, the arm is without it"),
+        ("epnc8", "EP_NUM_COMMS=1", "made EP_NUM_COMMS 1, the arm is 8"),
+        ("epnc8", "EP_NUM_COMMS=8", ""),
+        ("epnc1", "NCCL_DEBUG=WARN", ""),
+    ],
+)
+def test_a_plan_warns_of_an_env_that_will_refute_it(
+    bare: machine.Machine, arm: str, env: str, said: str
+) -> None:
+    """The verifier's own words, before the hours of a run."""
+    made = make(bare, profile="p5en-x2", arm=arm, env=(env,), start=False)
+    assert [said in each for each in planning.warnings(made)] == ([True] if said else [])

@@ -1,6 +1,7 @@
 """Small files of anybody's drop are read whole, or refused in one clear line."""
 
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,33 @@ def test_what_is_no_json_is_refused_and_named(text: bytes) -> None:
         reading.decoded(text, Any, "here")
 
 
-@pytest.mark.parametrize("text", [b"a = " + b"[" * 10**5, b"a" + b".a" * 2000 + b" = 1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"a = " + b"[" * 10**5,
+        b"a" + b".a" * 2000 + b" = 1",
+        b"[x" + b' . "a.b"' * 40 + b"]",
+        b"#" * (1 << 19),
+    ],
+)
 def test_toml_without_end_is_refused_and_named(text: bytes) -> None:
     with pytest.raises(ConfigError, match=r"here: "):
         toml.decode(text, Fabric, where="here")
+
+
+def test_dots_that_are_no_key_s_are_as_many_as_one_likes() -> None:
+    text = b"# " + b"." * 99 + b'\nprovider = "' + b"a." * 99 + b'"\n'
+    with pytest.raises(ConfigError, match=r"missing required field|unknown key"):
+        toml.decode(text, Fabric, where="here")
+
+
+def test_an_inventory_of_one_endless_key_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    """120 kB took more memory than there was (2026-11-30)."""
+    path = tmp_path / "fleet.toml"
+    path.write_bytes(b"a" + b".a" * 60_000 + b" = 1")
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="a key of more than 32 parts"):
+        toml.load(path, Fabric)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 4 << 20
