@@ -66,7 +66,7 @@ def test_a_committed_row_cannot_be_sold_as_another_arm_s(tmp_path: Path) -> None
     header = msgspec.structs.replace(found.header, arm="floor")
     (drop / answers.NAME).write_bytes(answers.encode(header, found.answers))
     (drop / "manifest.json").write_text(json.dumps(manifest))
-    assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu"
+    assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu, vllm-options"
 
 
 @pytest.mark.parametrize("kind", ["vllm-floor", "micro-gloo", "megatron-alltoall"])
