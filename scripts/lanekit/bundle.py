@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
-from lanekit import contract, drop, paths, spec
+from lanekit import contract, drop, interrupt, paths, spec
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 FORMAT: Final = 1
 ARCHIVE: Final = "bundle.tar"
 SUMS: Final = "bundle.sha256"
+SCRATCH: Final = ".bundle-"
 INSTALLER: Final = "bundle-install.sh"
 ENVIRONMENT_INSTALLER: Final = "bundle_environment.py"
 PYTHON: Final = "3.12"
@@ -190,7 +191,9 @@ def pack(
 ) -> Bundle:
     """Fetch the wheels, lay the bundle out and write it into `out` as parts."""
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".bundle-") as scratch:
+    for left in out.glob(f"{SCRATCH}*"):  # of a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=SCRATCH) as scratch:
         root = Path(scratch) / "bundle"
         (root / "wheels").mkdir(parents=True)
         evidence = _own_wheel(Path(scratch))
@@ -291,13 +294,22 @@ def _resource(name: str) -> Path:
 
 
 def _write_parts(root: Path, out: Path, part_bytes: int) -> dict[str, str]:
-    """Write the tar as parts; returns name -> sha256 of every part and of the whole, last."""
-    for old in out.glob(f"{ARCHIVE}*"):
-        old.unlink()
-    writer = PartWriter(out, part_bytes)
-    with tarfile.open(mode="w|", fileobj=cast(IO[bytes], writer)) as tar:
-        tar.add(root, arcname="bundle", filter=_anonymous)
-    return writer.close()
+    """Write the tar as parts; returns name -> sha256 of every part and of the whole, last. Parts
+    that do not make up a whole do not stay."""
+    _remove_parts(out)
+    try:
+        writer = PartWriter(out, part_bytes)
+        with tarfile.open(mode="w|", fileobj=cast(IO[bytes], writer)) as tar:
+            tar.add(root, arcname="bundle", filter=_anonymous)
+        return writer.close()
+    except BaseException:
+        _remove_parts(out)
+        raise
+
+
+def _remove_parts(out: Path) -> None:
+    for old in (*out.glob(f"{ARCHIVE}*"), out / SUMS):
+        old.unlink(missing_ok=True)
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -379,7 +391,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name} links: {' '.join(needs.linked) or 'nothing'}")
         return 0
     about = {"format": FORMAT, "lane": args.lane, "profile": args.profile, "python": PYTHON}
-    made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
+    with interrupt.raising():
+        made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
     print(f"{made.size / 1e6:.0f} MB in {len(made.parts)} part(s) in {made.sums.parent}/")
     print(f"Copy the folder, then there: sh {INSTALLER} --to DIR -- run {args.lane}")
     return 0

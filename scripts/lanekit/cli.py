@@ -1,6 +1,7 @@
 """The command `lanekit`; make targets are thin calls of it. Imports stay inside the commands."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print(f"error: {error}", file=sys.stderr)
+            print("  Free space there, then run it again.", file=sys.stderr)
+            return 2
         # 1 would read as "refuted": whatever else goes wrong is no verdict.
         if "LANEKIT_DEBUG" in os.environ:
             raise

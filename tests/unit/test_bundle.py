@@ -1,6 +1,7 @@
 """Bundles: what goes in, the parts, and a real installation on this machine without an index."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -268,6 +269,67 @@ def test_a_part_too_many_is_noticed(copied: Path, tmp_path: Path) -> None:
     assert "do not make up the whole" in done.stderr
 
 
+def on_disk_of(mib: int, source: Path, at: Path) -> subprocess.CompletedProcess[str]:
+    """The installer on a file system of its own, in a mount namespace of its own."""
+    python_with_pip()
+    at.mkdir()
+    alone = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespace here: a small disk cannot be mounted")
+    script = f'mount -t tmpfs -o size={mib}m tmpfs "$1" && shift && sh "$@"'
+    call = [str(source / bundle.INSTALLER), "--python", sys.executable, "--to", f"{at}/lane"]
+    command = [*alone, "sh", "-c", script, "sh", str(at), *call]
+    return subprocess.run(command, text=True, capture_output=True, check=False)
+
+
+def test_a_disk_that_cannot_suffice_is_refused_before_anything_is_written(
+    copied: Path, tmp_path: Path
+) -> None:
+    done = on_disk_of(2, copied, tmp_path / "small")
+    assert done.returncode == 2
+    assert "MiB free, needs" in done.stderr
+    assert "--to DIR" in done.stderr
+
+
+def test_a_disk_that_fills_up_on_the_way_is_said(copied: Path, tmp_path: Path) -> None:
+    size = sum(path.stat().st_size for path in copied.glob("bundle.tar*"))
+    done = on_disk_of(2 * (size >> 20) + 3, copied, tmp_path / "small")
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "then run this again" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bundle_over_another_keeps_results_and_nothing_else(copied: Path, tmp_path: Path) -> None:
+    lane = tmp_path / "lane"
+    assert install(copied, "--to", str(lane)).returncode == 0
+    stale, result = lane / "bundle/tree/scripts/lanekit/old.py", lane / "bundle/tree/results/d/m"
+    result.parent.mkdir(parents=True)
+    for path in (stale, result, lane / "bundle/wheels/old.whl", lane / "bundle/old.wheels"):
+        path.write_text("")
+    (lane / "installed.sha256").write_text("another bundle's")
+    done = install(copied, "--to", str(lane), "--", "lanes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert result.exists()
+    assert not stale.exists()
+    assert not [*(lane / "bundle").rglob("old.*")]
+
+
+def test_an_installation_that_broke_off_is_made_again(copied: Path, tmp_path: Path) -> None:
+    lane = tmp_path / "lane"
+    assert install(copied, "--to", str(lane)).returncode == 0
+    (lane / "installed.sha256").unlink()
+    (lane / "env/lanekit/bin/python").unlink()
+    shutil.rmtree(lane / "bundle/tree/scripts")
+    done = install(copied, "--to", str(lane), "--", "lanes")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_option_without_its_value_is_named(copied: Path) -> None:
+    done = install(copied, "--to")
+    assert (done.returncode, done.stderr) == (2, "bundle: --to needs a value\n")
+
+
 def test_another_python_is_refused(tmp_path: Path) -> None:
     source = packed(tmp_path / "media", {"lanekit": bundle.Environment((), ())}, "2.7")
     done = install(source, "--to", str(tmp_path / "lane"))
@@ -300,6 +362,46 @@ def test_parts_of_an_earlier_bundle_are_removed(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     bundle._write_parts(tmp_path / "root", tmp_path, 0)
     assert [path.name for path in tmp_path.glob("bundle.tar*")] == ["bundle.tar"]
+
+
+def test_parts_of_a_bundle_that_broke_off_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one beside the sums of the one before would be copied, and found out there."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / bundle.SUMS).write_text("of an earlier bundle")
+    start = bundle.PartWriter._start
+
+    def full(writer: bundle.PartWriter) -> None:
+        if writer._sums:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        start(writer)
+
+    monkeypatch.setattr(bundle.PartWriter, "_start", full)
+    with pytest.raises(OSError, match="No space left"):
+        bundle._write_parts(tmp_path / "root", tmp_path, 1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_what_a_killed_pack_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "media" / ".bundle-killed" / "wheels").mkdir(parents=True)
+    packed(tmp_path / "media", {"lanekit": bundle.Environment((), ())}, HERE)
+    assert not [*(tmp_path / "media").glob(".bundle-*")]
+
+
+def test_a_full_disk_is_said_and_not_to_be_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "bundle/bundle.tar")
+
+    monkeypatch.setattr(bundle, "pack", full)
+    asked = ["bundle", "micro", "--profile", "cpu", "--out", "x"]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device: 'bundle/bundle.tar'" in said
+    assert "Free space there" in said
+    assert "report" not in said
 
 
 def test_a_wheel_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@
 #   --python PYTHON  the machine's Python; packages are linked from its environment
 #   -- ...           afterwards run DIR/lanekit with these arguments, e.g. run vllm
 #
-# Exit 2: a part is missing or damaged (each is named), or the machine's Python does not fit.
+# Exit 2: a part is missing or damaged (each is named), the disk is full, or the machine's Python
+# does not fit. A call that was interrupted is made again; results of earlier runs stay.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -15,10 +16,13 @@ to=./lane
 python=python3
 while [ $# -gt 0 ]; do
     case $1 in
+        --to | --python) [ $# -gt 1 ] || { echo "bundle: $1 needs a value" >&2; exit 2; } ;;
+    esac
+    case $1 in
         --to) to=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
         --) shift; break ;;
-        *) echo "bundle: unknown option $1" >&2; sed -n '2,10p' "$0" >&2; exit 2 ;;
+        *) echo "bundle: unknown option $1" >&2; sed -n '2,11p' "$0" >&2; exit 2 ;;
     esac
 done
 
@@ -39,14 +43,32 @@ join() {
     [ "$bad" -eq 0 ] || { echo "Copy the named files again." >&2; exit 2; }
     whole=$(sed -n 's/  bundle\.tar$//p' "$here/bundle.sha256")
     set -- "$here"/bundle.tar*
-    cat "$@" >"$to/joined.tar"
-    [ "$(digest <"$to/joined.tar")" = "$whole" ] || {
+    [ "$(cat "$@" | digest)" = "$whole" ] || {
         echo "bundle: the parts do not make up the whole: $* " >&2
         echo "Remove parts of another bundle from $here." >&2
         exit 2
     }
-    tar -xf "$to/joined.tar" -C "$to"
-    rm "$to/joined.tar"
+    require_room "$@"
+    # What was installed before goes first, but for what its runs left.
+    rm -rf "$to/lanekit" "$to/installed.sha256" "$to/bundle/wheels" "$to"/bundle/*.wheels
+    for old in "$to"/bundle/tree/*; do
+        [ "${old##*/}" = results ] || rm -rf "$old"
+    done
+    cat "$@" | tar -xf - -C "$to" || {
+        echo "bundle: cannot unpack into $to: free space there, then run this again" >&2
+        exit 2
+    }
+}
+
+# The archive is unpacked, and its wheels once more: less than twice its size never suffices.
+require_room() {
+    needed=$(($(cat "$@" | wc -c) / 512))
+    free=$(df -Pk "$to" | tail -n 1 | tr -s ' ' | cut -d' ' -f4)
+    [ "$free" -ge "$needed" ] || {
+        echo "bundle: $to has $((free / 1024)) MiB free, needs $((needed / 1024)) and more" >&2
+        echo "Free space there, or name another folder: --to DIR" >&2
+        exit 2
+    }
 }
 
 install() {

@@ -85,11 +85,18 @@ def main() -> None:
         # A PYTHONPATH may name what to link; pip would take it for already installed.
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         into = ["--python", str(target / "bin" / "python"), "install"]
-        subprocess.run([*pip(), *into, *quiet, *offline, *wheels], check=True, env=env)
+        done = subprocess.run([*pip(), *into, *quiet, *offline, *wheels], check=False, env=env)
+        if done.returncode:
+            raise OSError(f"pip could not install it, and says why above (exit {done.returncode})")
     # An engine starts six processes one after another; each read 20 s of source without bytecode.
     compileall.compile_dir(site, quiet=2, workers=0)
     print(f"bundle: {name}: {len(wheels)} installed, {len(distributions)} linked from {sys.prefix}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:
+        print(f"bundle: {sys.argv[2]}: {error}", file=sys.stderr)
+        print("Free space there, or put right what it names; then run this again.", file=sys.stderr)
+        raise SystemExit(2) from None
