@@ -34,7 +34,7 @@ from lanekit.errors import ConfigError, Unreadable
 from lanekit.judge import Facts
 from lanekit.load import Load
 from lanekit.manifest import Manifest
-from lanekit.plan import GatePlan
+from lanekit.plan import GatePlan, options
 from lanekit.verdict import CellRow, Check, Place, Verdict, decide
 
 WAIVERS: Final = "waivers.toml"
@@ -120,7 +120,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     name, said = str(plan.get("contract")), _NOTHING
     if manifest.state == "complete":
         name, said = _contract(drop, manifest, known)
-    said = (*said, *row.said(manifest))
+    said = (*said, *row.said(manifest, known))
     subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
@@ -441,6 +441,7 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
                 version=reading.text(reading.dig(plan, "pins", "aiperf")),
                 model=reading.text(reading.dig(plan, "model", "served_name")),
                 url=reading.text(plan.get("url")),
+                command=options(map(str, reading.array(reading.dig(cell, "command")))),
             )
         )
     return loads, sorted(folders)

@@ -3,11 +3,13 @@
 Reads exports of AIPerf 0.10 to 0.13. A missing field is None, never zero.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
 import math
 import os
+import shlex
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ import msgspec
 
 from lanekit import reading
 from lanekit.errors import Unreadable
+from lanekit.plan import options
 from lanekit.reading import dig, text
 
 SUMMARY: Final = "profile_export_aiperf.json"
@@ -59,15 +62,16 @@ Stated = dict[str, dict[str, float]]  # metric -> statistic -> value, as the sum
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """The records of a load point. osl: mean output tokens. duplicates: request ids, or start and
-    end to the nanosecond, seen again. unnamed: records without a request id, of which nobody can
-    say whether they are copies. faults: records whose own numbers contradict each other. window:
-    first start and last end, seconds since the epoch. in_flight: the most requests open at once.
-    chunked: records that state when each chunk of their answer came. stated: what a summary may
-    state of them beside its figures."""
+    """The records of a load point. osl, isl: mean tokens out and in. duplicates: request ids, or
+    start and end to the nanosecond, seen again. unnamed: records without a request id, of which
+    nobody can say whether they are copies. faults: records whose own numbers contradict each other.
+    window: first start and last end, seconds since the epoch. in_flight: the most requests open at
+    once. chunked: records that state when each chunk of their answer came. stated: what a summary
+    may state of them beside its figures."""
 
     figures: CellFigures
     osl: float | None
+    isl: float | None
     duplicates: int
     unnamed: int
     faults: tuple[str, ...]
@@ -83,7 +87,8 @@ class Cell:
 
     concurrency, asked, isl_asked, osl_asked, model: AIPerf's own configuration. error_kinds: its
     error_summary, None when absent. start, end: its local clock, without zone. url: whom it asked,
-    None where it says none, or several. stated: the statistics of its summary.
+    None where it says none, or several. stated: the statistics of its summary. command: the options
+    that it says it was given; None where it says none.
     """
 
     folder: Path
@@ -103,6 +108,7 @@ class Cell:
     url: str | None
     streaming: bool
     stated: Stated
+    command: dict[str, str] | None
 
     @property
     def figures(self) -> CellFigures:
@@ -122,6 +128,7 @@ class _Metrics(msgspec.Struct, frozen=True):
     request_latency: _Value = _Value()
     time_to_first_token: _Value = _Value()
     output_sequence_length: _Value = _Value()
+    input_sequence_length: _Value = _Value()
     inter_chunk_latency: _Values = _Values()
     output_token_count: _Value = _Value()
     reasoning_token_count: _Value = _Value()
@@ -174,6 +181,8 @@ class _Summary(msgspec.Struct, frozen=True):
     time_to_first_token: _Metric = _Metric()
     inter_token_latency: _Metric = _Metric()
     output_sequence_length: _Metric = _Metric()
+    input_sequence_length: _Metric = _Metric()
+    run_info: Any = None
     benchmark_duration: _Metric = _Metric()
     input_config: Any = None
 
@@ -203,6 +212,7 @@ class _Summary(msgspec.Struct, frozen=True):
 
 _PER_RECORD: Final = (
     "request_latency", "time_to_first_token", "inter_token_latency", "output_sequence_length",
+    "input_sequence_length",
 )  # fmt: skip
 _WHOLE: Final = ("request_throughput", "total_output_tokens")  # only their average means anything
 
@@ -241,7 +251,15 @@ def read(folder: Path) -> Cell:
         url=_url(dig(config, "endpoint", "urls")),
         streaming=dig(config, "endpoint", "streaming") is True,
         stated=found.stated(),
+        command=_command(text(dig(found.run_info, "cli_command"))),
     )
+
+
+def _command(said: str | None) -> dict[str, str] | None:
+    """The options of a command line; None where it is none."""
+    with contextlib.suppress(ValueError):  # an open quotation
+        return options(shlex.split(said)) if said else None
+    return None
 
 
 def _url(listed: Any) -> str | None:
@@ -286,7 +304,7 @@ class _Tally:
         self.ids, self.spans = array("q"), array("q")
         self.starts, self.ends, self.answered = array("q"), array("q"), array("q")
         self.ttft, self.itl = array("d"), array("d")
-        self.latency, self.length = array("d"), array("d")
+        self.latency, self.length, self.prompt = array("d"), array("d"), array("d")
         self.failed = self.unnamed = self.chunked = 0
         self.faults: list[str] = []
 
@@ -311,6 +329,8 @@ class _Tally:
         self.answered.append(begin + round((record.metrics.request_latency.value or 0) * 1e6))
         self.latency.append(record.metrics.request_latency.value or 0)
         self.length.append(length)
+        if (prompt := record.metrics.input_sequence_length.value) is not None:
+            self.prompt.append(prompt)
         self.chunked += record.metrics.inter_chunk_latency.value is not None
         self.ttft.append(wait)
         if per_token is not None:
@@ -324,7 +344,8 @@ class _Tally:
         # and a wall of 4.4 s then differed in the fourth digit (2026-11-30).
         wall = (max(self.answered) - min(self.starts)) / 1e9 if done else None
         tokens = sum(self.length)
-        each = dict(zip(_PER_RECORD, (self.latency, self.ttft, self.itl, self.length), strict=True))
+        kept = (self.latency, self.ttft, self.itl, self.length, self.prompt)
+        each = dict(zip(_PER_RECORD, kept, strict=True))
         stated = {name: _statistics(values) for name, values in each.items()}
         stated["total_output_tokens"] = {"avg": tokens}
         stated["request_throughput"] = {"avg": done / wall} if wall else {}
@@ -343,6 +364,7 @@ class _Tally:
                 source="records",
             ),
             osl=tokens / done if done else None,
+            isl=sum(self.prompt) / done if done and len(self.prompt) == done else None,
             duplicates=max(_again(self.ids), _again(self.spans)),
             unnamed=self.unnamed,
             faults=tuple(self.faults),

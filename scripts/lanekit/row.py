@@ -79,8 +79,13 @@ def driver(known: spec.Lane | None, plan: Mapping[str, Any]) -> object:
     return known.workload.driver if known else plan.get("driver")
 
 
-def said(manifest: Manifest) -> Iterator[str]:
+def said(manifest: Manifest, known: spec.Lane | None) -> Iterator[str]:
     """What no check decides, and a reader must know."""
+    if known:
+        lane_s = (known.profiles[manifest.row.profile].model or known.model).source
+        source = table(manifest.plan.get("model")).get("source")
+        if source != lane_s:
+            yield f"with MODEL=: {_shown(source)}, the lane has {lane_s}"
     given = table(manifest.plan.get("extra_env"))
     if given:
         yield f"with ENV=: {_listed(f'{name}={value}' for name, value in given.items())}"

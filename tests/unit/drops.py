@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from lanekit import answers, batch, contract, planning, spec
+from lanekit import answers, batch, contract, planning, reading, spec
 from lanekit.plan import CellPlan, Environment, Host, ModelPlan, Plan, options
 
 SHARED: Final = Path(
@@ -465,6 +466,7 @@ def record(number: int, *, start: float = START, osl: int = 128) -> dict[str, An
             "request_latency": {"value": latency, "unit": "ms"},
             "time_to_first_token": {"value": 100.0, "unit": "ms"},
             "output_sequence_length": {"value": osl, "unit": "tokens"},
+            "input_sequence_length": {"value": 120, "unit": "tokens"},
             "output_token_count": {"value": osl, "unit": "tokens"},
             "inter_chunk_latency": {"value": [10.0] * (osl - 1), "unit": "ms"},
             "inter_token_latency": {"value": 10.0, "unit": "ms"},
@@ -490,6 +492,7 @@ def summary(requests: int, concurrency: int, *, osl: int = 128) -> dict[str, Any
         "time_to_first_token": {"unit": "ms", "avg": 100.0, "p50": 100.0, "p99": 100.0},
         "inter_token_latency": {"unit": "ms", "avg": 10.0, "p50": 10.0, "p99": 10.0},
         "output_sequence_length": {"unit": "tokens", "avg": float(osl)},
+        "input_sequence_length": {"unit": "tokens", "avg": 120.0},
         "benchmark_duration": {"unit": "sec", "avg": wall},
         "input_config": {
             "endpoint": {"urls": [URL], "streaming": True},
@@ -686,6 +689,9 @@ def drop(
     written = f"{host}-{'c4' if lane in DRIVERS else 'server'}.log"
     (root / "logs" / written).write_text("\n".join(lines) + "\n")
     full_plan = plan_of(name, cells) | plan
+    if (summed := root / "aiperf" / "c4" / "profile_export_aiperf.json").is_file():
+        command = reading.dig(full_plan, "cells", "c4", "command")
+        edit_json(summed, run_info={"cli_command": shlex.join(map(str, command or ()))})
     facts = {"gpus": [{"name": f"NVIDIA {fleet.gpu}"}] * fleet.gpus, "nics": ["x"] * fleet.nics}
     (root / "host").mkdir()
     for each_host in HOSTS if fleet.hosts > 1 else ("here",):

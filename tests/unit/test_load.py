@@ -77,6 +77,32 @@ def longer(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def short_prompts(folder: Path) -> None:
+    """Prompts of 20 tokens, alike in summary and records."""
+    lines = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
+    for line in lines:
+        line["metrics"]["input_sequence_length"]["value"] = 20
+    (folder / RECORDS).write_text("".join(json.dumps(x) + "\n" for x in lines))
+    drops.edit_json(folder / SUMMARY, input_sequence_length={"avg": 20.0})
+
+
+def unmeasured(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for line in lines:
+        del line["metrics"]["input_sequence_length"]
+    return lines
+
+
+def told(old: str, new: str) -> Callable[[Path], None]:
+    """AIPerf says of itself that it was given other options."""
+
+    def change(folder: Path) -> None:
+        said = json.loads((folder / SUMMARY).read_text())["run_info"]["cli_command"]
+        assert old in said
+        drops.edit_json(folder / SUMMARY, run_info={"cli_command": said.replace(old, new)})
+
+    return change
+
+
 def unchunked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
         del line["metrics"]["inter_chunk_latency"]
@@ -87,10 +113,11 @@ def whole(requests: int, osl: int) -> Callable[[Path], None]:
     """Another load, alike in summary and records; only the configuration is as planned."""
 
     def change(folder: Path) -> None:
-        asked = json.loads((folder / SUMMARY).read_text())["input_config"]
+        said = json.loads((folder / SUMMARY).read_text())
+        asked = {key: said[key] for key in ("input_config", "run_info")}
         lines = [drops.record(n, osl=osl) for n in range(requests)]
         (folder / RECORDS).write_text("".join(json.dumps(x) + "\n" for x in lines))
-        other = drops.summary(requests, 4, osl=osl) | {"input_config": asked}
+        other = drops.summary(requests, 4, osl=osl) | asked
         (folder / SUMMARY).write_text(json.dumps(other))
 
     return change
@@ -108,6 +135,10 @@ REFUTED = [
     ("errors", records(failed_one)),
     ("cancelled", summary(was_cancelled=True)),
     ("output-length", records(lambda _: [drops.record(n, osl=100) for n in range(8)])),
+    ("output-length", short_prompts),
+    ("as-planned", told("--streaming", "")),
+    ("as-planned", told("--streaming", "--streaming --request-rate 9")),
+    ("as-planned", told("ignore_eos:true", "ignore_eos:false")),
     ("as-planned", summary(aiperf_version="0.9.0")),
     ("as-planned", config(models={"items": [{"name": "other"}]})),
     ("as-planned", config(phases=[{"name": "profiling", "requests": 8, "concurrency": 5}])),
@@ -137,6 +168,9 @@ UNCHECKED = [
     ("errors", summary(error_summary=None)),
     ("cancelled", summary(was_cancelled=None)),
     ("as-planned", summary(aiperf_version=None)),
+    ("as-planned", summary(run_info=None)),
+    ("as-planned", summary(run_info={"cli_command": "an 'open quotation"})),
+    ("output-length", records(unmeasured)),
     ("as-planned", config(endpoint={"streaming": True})),
     ("records", records(unchunked)),
     ("records", lambda folder: (folder / RECORDS).unlink()),

@@ -69,6 +69,13 @@ def test_a_committed_row_cannot_be_sold_as_another_arm_s(tmp_path: Path) -> None
     assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu, vllm-options"
 
 
+def test_a_row_of_another_model_than_the_lane_s_says_so() -> None:
+    (small,) = paths.RESULTS.glob("20261130T154035Z-*")
+    assert any(x.startswith("with MODEL=: built:qwen3-moe-4l") for x in verify.verify(small).said)
+    (own,) = paths.RESULTS.glob("20261130T154645Z-*")
+    assert not any("MODEL=" in x for x in verify.verify(own).said)
+
+
 @pytest.mark.parametrize("kind", ["vllm-floor", "micro-gloo", "megatron-alltoall"])
 def test_logs_that_were_packed_since_are_what_is_in_them(tmp_path: Path, kind: str) -> None:
     root = tmp_path / "d"
