@@ -20,7 +20,11 @@ def run(args: argparse.Namespace) -> int:
         from lanekit import contents  # noqa: PLC0415
 
         return contents.renew(args.names, stack)
-    names = images.targets() if args.all else args.names
+    names = args.names
+    if args.all:
+        found = pins.load()
+        pins.of_stack(found, stack)  # refuses an unknown one
+        names = [name for name in images.targets() if stack in images.stacks(name, found)]
     if args.action == "build" and not args.exact:
         names = wanted(names, args.profile)
     if not names:

@@ -234,12 +234,26 @@ def _based(places: Iterable[str]) -> dict[str, str]:
     return {f"{_OCI}.base.{key}": value for key, value in told.items() if value}
 
 
+def stacks(name: str, found: pins.Pins) -> list[str]:
+    """The stacks that have the locks of an image and of all it builds on."""
+    text = "".join(_recipe(each) for each in (name, *ancestors(name))).splitlines()
+    locks = {arg for line in text for arg, _ in pins.declared(line) if arg.endswith("_LOCK")}
+    return [stack for stack in found.stacks if locks <= pins.arguments(found, stack).keys()]
+
+
 def require_given(names: Iterable[str], stack: str, given: Roots, found: pins.Pins) -> None:
-    """Refuse a build, before its first step, whose images need a wheel that nobody gave.
+    """Refuse a build, before its first step, whose images need a wheel that nobody gave, or are
+    not in this stack.
 
     Raises:
         ConfigError: with how to come by every one that is missing.
     """
+    names = list(names)
+    for name in names:
+        if stack not in (its := stacks(name, found)):
+            raise ConfigError(
+                f"stack {stack} has no image {name}", remedy=f"STACK={' or STACK='.join(its)}."
+            )
     recipes = {_recipe(each) for name in names for each in (name, *ancestors(name))}
     needed = {source for text in recipes for source in _sources(text)} - {*given.sources}
     missing = [

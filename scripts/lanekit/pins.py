@@ -64,7 +64,7 @@ class Pins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stacks: tuple[str, ...]
     pin: dict[str, Pin]
-    locks: dict[str, str] = {}
+    locks: dict[str, dict[str, str]] = {}
     given: dict[str, Given] = {}
 
 
@@ -172,7 +172,8 @@ def arguments(pins: Pins, stack: str) -> dict[str, str]:
 
     An archive without a recorded checksum has an empty NAME_SHA256: `tools/fetch` then prints it.
     """
-    made = {f"{name.upper()}_LOCK": lock for name, lock in pins.locks.items()}
+    locks = pins.locks.get("both", {}) | pins.locks.get(stack, {})
+    made = {f"{name.upper()}_LOCK": lock for name, lock in locks.items()}
     for name, value in of_stack(pins, stack).items():
         pin, upper = pins.pin[name], name.upper()
         for field in ("version", "digest", "sha256", "commit", "lock", "reads"):

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from lanekit import contents, image_commands, images, paths, pins, programs, registry, sbom
+from lanekit import cli, contents, image_commands, images, paths, pins, programs, registry, sbom
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -248,6 +248,19 @@ def test_a_wheel_that_no_index_holds_is_asked_for_before_the_first_step(
         with pytest.raises(ConfigError, match=f"no index holds: {option}$") as error:
             images.build([name], stack, others)
         assert f"{option}=FOLDER" in error.value.remedy
+
+
+def test_an_image_whose_lock_a_stack_lacks_is_not_begun() -> None:
+    """NeMo RL's lock would put another torch under the DeepEP of `current`."""
+    with pytest.raises(ConfigError, match="stack current has no image nemo-rl") as error:
+        images.require_given(["vllm", "nemo-rl"], "current", images.Roots(), pins.load())
+    assert error.value.remedy == "STACK=2026-07."
+    assert images.stacks("megatron", pins.load()) == ["2026-07", "current"]
+
+
+def test_all_images_of_an_unknown_stack_are_not_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["image", "build", "--all", "--exact", "--stack", "nope"]) == 2
+    assert "no stack named 'nope'" in capsys.readouterr().err
 
 
 def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
