@@ -28,7 +28,7 @@ FAULTS = {
         "mapped-nccl: loader maps /usr/local/lib/libnccl.so.2",
     ),
     "device code of another NVSHMEM": (
-        "sed -i -E 's/(VENDOR_MINOR_VERSION +)[0-9]+/\\14/'"
+        "sed -i -E 's/(VENDOR_MINOR_VERSION +)[0-9]+/\\19/'"
         " /opt/nvshmem/include/non_abi/nvshmem_version.h",
         "nvshmem-device: ",
     ),
