@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.metadata
 import json
 import os
 import socket
@@ -840,10 +841,8 @@ def versions(backend: str) -> Record:
     """What ran, for the first record of the file."""
     found: Record = {"python": sys.version.split()[0], "torch": torch.__version__}
     if backend != "gloo":
-        import deep_ep  # noqa: PLC0415
-
-        found |= {"deep_ep": deep_ep.__version__, "gpu": torch.cuda.get_device_name()}
-        found["nccl"] = mapped_nccl()
+        found["deep_ep"] = importlib.metadata.version("deep_ep")  # V1 has no __version__
+        found |= {"gpu": torch.cuda.get_device_name(), "nccl": mapped_nccl()}
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,3 +132,18 @@ def test_v1_between_hosts_is_not_captured(
 def test_hybrid_is_of_every_shape() -> None:
     options = ep_bench.parse_options(["--backend", "deepep", "--out", "x", "--hybrid", "1"])
     assert all(shape.hybrid for shape in ep_bench.shapes(options))
+
+
+def test_v1_which_says_no_version_of_itself_is_known_by_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """567632d has no `__version__`: the program ended there (two H200, 2026-11-30)."""
+    info = tmp_path / "deep_ep-1.2.1+1bb86a6.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1+1bb86a6\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gpu = SimpleNamespace(get_device_name=lambda: "NVIDIA H200")
+    torch = SimpleNamespace(__version__="2.11.0", cuda=gpu)
+    monkeypatch.setattr(ep_bench, "torch", torch, raising=False)
+    monkeypatch.setattr(ep_bench, "mapped_nccl", lambda: 23004)
+    assert ep_bench.versions("v1-ll")["deep_ep"] == "1.2.1+1bb86a6"
