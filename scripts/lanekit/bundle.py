@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
+import msgspec
+
 from lanekit import contract, drop, interrupt, paths, spec
 from lanekit.errors import ConfigError, EnvironmentFailed
 
@@ -281,12 +283,15 @@ def _copy_checkout(target: Path) -> None:
     if listed.returncode:
         raise ConfigError("this is no git checkout", remedy="Make the bundle from a clone.")
     target.mkdir()
-    (target / paths.PROVENANCE).write_text(json.dumps(drop.git()) + "\n")
+    files = {}
     for name in filter(None, listed.stdout.split("\0")):
         source = paths.ROOT / name
         if source.is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target / name)
+            if not name.startswith("results/"):  # a run renews its tables
+                files[name] = drop.sha256(target / name)
+    (target / paths.PROVENANCE).write_bytes(msgspec.json.encode(drop.Provenance(drop.git(), files)))
 
 
 def _resource(name: str) -> Path:

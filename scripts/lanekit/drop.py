@@ -183,18 +183,34 @@ def _self_started() -> float:
     return float(psutil.Process().create_time())
 
 
+class Provenance(msgspec.Struct, frozen=True):
+    """Where a bundle's checkout came from. files: path in it -> sha256, of all it carried."""
+
+    git: dict[str, str]
+    files: dict[str, str]
+
+
 def git() -> dict[str, str]:
-    """Commit and cleanliness of the checkout, or of the one a bundle was made from; else empty."""
+    """Commit and cleanliness of the checkout, or of the one a bundle was made from; else empty.
+
+    A bundle that was changed since is as unclean as a checkout is: until 2026-11-30 it said what
+    it was made from, and a line edited on the machine with the GPUs left no trace.
+    """
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(
-            (paths.ROOT / paths.PROVENANCE).read_bytes(), type=dict[str, str]
-        )
+        text = (paths.ROOT / paths.PROVENANCE).read_bytes()
+        known = msgspec.json.decode(text, type=Provenance)
+        kept = all(_still(paths.ROOT / name, was) for name, was in known.files.items())
+        return known.git if kept else known.git | {"dirty": "yes"}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         ask = ("git", "-C", str(paths.ROOT))
         commit = subprocess.check_output((*ask, "rev-parse", "HEAD"), text=True, stderr=-3)
         dirty = subprocess.check_output((*ask, "status", "--porcelain", "-uno"), text=True)
         return {"commit": commit.strip(), "dirty": "yes" if dirty.strip() else "no"}
     return {}
+
+
+def _still(path: Path, was: str) -> bool:
+    return path.is_file() and sha256(path) == was
 
 
 def atomic(path: Path, content: bytes) -> None:

@@ -224,10 +224,16 @@ def test_install_and_run_a_command(
     code = "import tiny, msgspec; print(tiny.ANSWER, msgspec.__file__)"
     said = subprocess.run([python, "-c", code], text=True, capture_output=True, check=True).stdout
     assert said.startswith(f"42 {tmp_path}/lane/env/lanekit/")
-    noted = json.loads((tmp_path / "lane" / "bundle" / "tree" / paths.PROVENANCE).read_text())
+    tree = tmp_path / "lane" / "bundle" / "tree"
+    noted = json.loads((tree / paths.PROVENANCE).read_text())["git"]
     assert set(noted) == {"commit", "dirty"}
-    monkeypatch.setattr(paths, "ROOT", tmp_path / "lane" / "bundle" / "tree")
+    monkeypatch.setattr(paths, "ROOT", tree)
     assert drop.git() == noted
+    (tree / "results/RESULTS.md").write_text("renewed by a run\n")
+    assert drop.git() == noted
+    with (tree / "lanes/micro/ep_bench.py").open("a") as file:
+        file.write("# a line edited there\n")
+    assert drop.git() == noted | {"dirty": "yes"}
     again = install(copied, "--to", str(tmp_path / "lane"))
     assert again.stdout == f"bundle: already installed in {tmp_path}/lane\n"
 
