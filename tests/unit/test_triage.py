@@ -38,6 +38,7 @@ MET: Final = {
     "illegal-access": "AcceleratorError: CUDA error: an illegal memory access was encountered",
     "nccl-too-old": "DeepEP v2 requires NCCL >= 2.30 but found 2.28. deepep_v2 backend will not",
     "gin-unavailable": "RuntimeError: NCCL GIN is unavailable on this communicator",
+    "no-symmetric-memory": "h:1:1 [0] NCCL WARN Communicator does not support symmetric memory!",
     "agrs-unsupported": "RuntimeError: destroy_agrs_session: CUDA driver error 801",
     "lscpu": "FileNotFoundError: [Errno 2] No such file or directory: 'lscpu'",
     "disk-full": "OSError: [Errno 28] No space left on device",
@@ -89,6 +90,15 @@ def test_cpu_tensor_parallel_crash_names_the_binding() -> None:
     assert found.first.signature is not None
     assert (found.first.who[1:], found.first.line) == (("EngineCore", "978"), 59)
     assert found.first.signature.id == "numa-binding"
+
+
+def test_sglang_that_turned_virtual_memory_off_is_told_what_to_set() -> None:
+    found = triage.triage(LOGS / "h200x2-sglang-v2-no-cumem.log.gz")
+    assert found.first is not None
+    assert found.first.signature is not None
+    assert (found.first.line, found.first.signature.id) == (1450, "no-symmetric-memory")
+    assert found.first.frame == "deep_ep/buffers/elastic.py:208 in __init__"
+    assert "Set NCCL_CUMEM_ENABLE=1: SGLang sets 0" in triage.text(found)
 
 
 @pytest.mark.parametrize("name", ["deepep_v2-eager", "allgather-graph"])
