@@ -360,6 +360,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
         # A scheduler's nodes are nobody's to ask before it has chosen them.
         ours = plan.launcher in ("process", "compose")
         facts = doctor.require(plan, progress.say) if ours else {}
+        _require_programs(plan, made=False)
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)
@@ -381,17 +382,13 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
 
 def _prepare(run: Run) -> None:
     """Environments and model."""
-    plan, drop, say, cells = run.plan, run.drop, run.progress.say, run.plan.cells.values()
+    plan, drop, say = run.plan, run.drop, run.progress.say
     drop.state("installing")
     begin = time.monotonic()
     for environment in plan.environments.values():
         if environment.locks:
             _ensure(environment.name, plan.torch_index, say)
-        elif plan.containers is None:
-            _require_program(environment.python)
-    if plan.containers is None:
-        for name in [s.command[0] for s in plan.services] + [c.command[0] for c in cells]:
-            _require_program(name)
+    _require_programs(plan, made=True)
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
     for series in plan.patches:
@@ -402,16 +399,22 @@ def _prepare(run: Run) -> None:
     drop.timing("install", time.monotonic() - begin)
 
 
-def _require_program(path: str) -> None:
-    """A given interpreter, AIPerf beside one, and what a lane takes from PATH: found out before a
-    server starts, not after."""
-    if shutil.which(path) is None:
-        where = "at" if "/" in path else "on PATH named"
-        raise ConfigError(
-            f"no program {where} {path}",
-            remedy="The lane's README says what it needs and where it is had; SERVER_PYTHON= and "
-            "AIPERF_PYTHON= name interpreters that hold the engine and AIPerf.",
-        )
+def _require_programs(plan: Plan, *, made: bool) -> None:
+    """A given interpreter, AIPerf beside one, and what a lane takes from PATH: found out before
+    anything is made. made: what stands in the environments that the run itself makes instead."""
+    if plan.containers is not None:
+        return
+    each = plan.environments.values()
+    ours = {Path(environment.python).parent for environment in each if environment.locks}
+    starts = [s.command[0] for s in plan.services] + [c.command[0] for c in plan.cells.values()]
+    for path in [*(environment.python for environment in each), *starts]:
+        if (Path(path).parent in ours) is made and shutil.which(path) is None:
+            where = "at" if "/" in path else "on PATH named"
+            raise ConfigError(
+                f"no program {where} {path}",
+                remedy="The lane's README says what it needs and where it is had; SERVER_PYTHON= "
+                "and AIPERF_PYTHON= name interpreters that hold the engine and AIPerf.",
+            )
 
 
 def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from lanekit import (
+    cli,
     compose,
     contract,
     lanes,
@@ -19,7 +20,6 @@ from lanekit import (
     paths,
     plan,
     planning,
-    run,
     spec,
     variables,
     verify,
@@ -150,13 +150,17 @@ def test_what_was_laid_out_stands_in_the_drop(bare: machine.Machine, tmp_path: P
         assert (drop.path / "files" / name).read_text() == text
 
 
-def test_a_picker_that_is_not_there_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.skipif(shutil.which("epp") is not None, reason="the picker is installed here")
+def test_a_picker_that_is_not_there_is_refused_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="no program on PATH named epp") as caught:
-        run._require_program("epp")
-    assert "README" in caught.value.remedy
+    results = tmp_path / "results"
+    asked = ["run", "llmd", "--arm", "epp", "--profile", "cpu", "--results", str(results)]
+    assert cli.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "no program on PATH named epp" in said
+    assert "README" in said
+    assert not results.exists()
 
 
 def test_a_profile_may_not_name_a_backend_without_a_port() -> None:
