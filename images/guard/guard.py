@@ -222,7 +222,8 @@ def _header_version(header: Path) -> str:
 
 
 def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
-    """Every nccl*/nvshmem* symbol DeepEP's extension lacks is offered by the one library."""
+    """What DeepEP's extension lacks of NCCL and NVSHMEM is offered by the one library, and what it
+    lacks of the driver is asked of it."""
     offered: set[str] = set()
     for pattern in LIBRARIES.values():
         for library in copies(paths, pattern):
@@ -235,6 +236,15 @@ def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
                 "symbols",
                 f"{path.name} needs what nobody offers: {', '.join(sorted(lacks)[:4])}",
                 "The NCCL or NVSHMEM here is not the one DeepEP was built against.",
+            )
+        # No build has a driver, and the guard's own import binds lazily, so a link without -lcuda
+        # shows on the first GPU only: "undefined symbol: cuMemAddressFree" (2x H200, 2026-11-30).
+        driver = sorted(name for name in asked if re.match(r"cu[A-Z]", name))
+        if driver and not holds(path, b"libcuda.so.1"):
+            yield Finding(
+                "symbols",
+                f"{path.name} calls the driver ({driver[0]}) and does not ask for libcuda.so.1",
+                "It was linked without -lcuda: import deep_ep would fail on every GPU machine.",
             )
 
 

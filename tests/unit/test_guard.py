@@ -78,6 +78,13 @@ def symbol_nobody_offers(root: Path) -> None:
     )
 
 
+def driver_not_asked_for(root: Path) -> None:
+    library(
+        root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
+        "void cuMemAddressFree(void); void f(void) { cuMemAddressFree(); }",
+    )
+
+
 def missing_plugin(root: Path) -> None:
     (root / OFI / "libnccl-net-ofi.so").unlink()
 
@@ -115,6 +122,7 @@ def dangling_loader_path(root: Path) -> None:
         (device_of_another_version, {"nvshmem-device"}),
         (deepep_linked_with_another_version, {"nvshmem-device"}),
         (symbol_nobody_offers, {"symbols"}),
+        (driver_not_asked_for, {"symbols"}),
         (missing_plugin, {"one-plugin"}),
         (second_plugin, {"one-plugin"}),
         (plugin_for_another_nccl, {"plugin-entry"}),
