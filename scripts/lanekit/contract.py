@@ -53,10 +53,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank, the others are values. expect: group -> the only allowed value or values; `$name` is
     taken from the profile or the plan, `$--option|default` and `$VARIABLE|default` from what the
     plan starts, `<=` in front: a number of at most so much. planned: the line says what its program
-    was given, which is what the plan gives it: the group `options` is the inside of a dictionary;
-    `name` and `value` are a variable. usual: what an option or variable then is that is not
-    planned, or not said; `*` stands for every other. unless: where the plan gives this option, the
-    rule does not apply. sensor: what would have written the line had it happened:
+    was given, which is what the plan gives it: the group `options` is the inside of a dictionary or
+    a call; `name` and `value` are a variable. usual: what an option or variable then is that is not
+    planned, or not said; `*` stands for every other, and for whatever is said; `?` for what the
+    program makes of it by itself. unless: where the plan gives this option, the rule does not
+    apply. sensor: what would have written the line had it happened:
     where it was there, no evidence refutes; where it was not, no evidence is "could not check".
     nccl: any INFO line of NCCL's. hook: the evidence hook in every rank's process, as its `armed`
     and construction lines say.

@@ -1,7 +1,8 @@
 """What a program says that it was given, beside what the plan gives it. Pure.
 
 Programs print their options in their own words: vLLM as a dictionary of what is not its default,
-NCCL each variable that it reads. A log that says another thing than the plan is of another run.
+SGLang as a call with all that there are, NCCL each variable that it reads. A log that says another
+thing than the plan is of another run.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ Values = Mapping[str, str]
 
 INNER: Final = {"compilation_config": "-cc."}  # vLLM's, whose options are given one by one
 ANYTHING: Final = "*"  # a usual value: whatever is said where nothing was planned
+CHANGED: Final = "?"  # a usual value: the program says what it made of it, whatever was planned
 _TOKEN: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[][{}()<>,]""")
 _ENUM: Final = re.compile(r"<\w+\.(\w+):(.*)>")
 _ODD: Final = re.compile(r"[\s'\"]")
@@ -27,7 +29,7 @@ class Given:
 
 
 def pairs(said: str) -> Iterator[tuple[str, str]]:
-    """The names and values of the inside of a dictionary, as Python prints one."""
+    """The names and values of the inside of a dictionary or a call, as Python prints them."""
     depth = begin = 0
     for token in _TOKEN.finditer(said):
         depth += (token[0] in "[{(<") - (token[0] in "]})>")
@@ -38,15 +40,15 @@ def pairs(said: str) -> Iterator[tuple[str, str]]:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, _, value = text.partition(":")
+    name, _, value = text.partition(":" if text.lstrip()[:1] in ("'", '"') else "=")
     return name.strip(" '\""), value.strip()
 
 
 def options(said: str, planned: Values, usual: Values) -> Iterator[str]:
-    """Where a printed dictionary of options is not the planned ones: other values, fewer, more.
+    """Where printed options are not the planned ones: other values, fewer, more.
 
-    usual: what an option is where it is not printed, or where it is printed and was not given. Of a
-    dictionary within, only what is planned or usual is looked at.
+    usual: what an option is where it is not printed, or where it is printed and was not given; `*`
+    names all others. Of a dictionary within, only what is planned or usual is looked at.
     """
     told = dict(pairs(said))
     wanted = {_spelt(name): value for name, value in planned.items()}
@@ -58,7 +60,10 @@ def options(said: str, planned: Values, usual: Values) -> Iterator[str]:
             if f"{prefix}{name}" in {*wanted, *usual}
         }
     for name in sorted({*told, *wanted}):
-        want, got = wanted.get(name, usual.get(name)), told.get(name, usual.get(name))
+        want = wanted.get(name, usual.get(name, usual.get(ANYTHING)))
+        got = told.get(name, usual.get(name))
+        if want == ANYTHING or usual.get(name) == CHANGED:
+            continue
         if want is None or got is None or not _same(got, want):
             yield f"{name} {_shown(got)}, planned {_shown(want)}"
 
@@ -77,10 +82,12 @@ def _spelt(option: str) -> str:
 
 
 def _same(said: str, planned: str) -> bool:
-    """Whether a printed value is the planned one: `['x']` is x, `<Mode.NONE: 0>` NONE and 0."""
+    """Whether a printed value is the planned one: `['x']` is x, `<Mode.NONE: 0>` NONE and 0, and
+    1800.0 is 1800."""
     bare, want = _ODD.sub("", said), _ODD.sub("", planned)
     enum = _ENUM.fullmatch(bare)
-    return want in {bare, *(enum.groups() if enum else ())} or bare == f"[{want}]"
+    known = {bare, bare.removesuffix(".0"), *(enum.groups() if enum else ())}
+    return want in known or bare == f"[{want}]"
 
 
 def _shown(value: str | None) -> str:

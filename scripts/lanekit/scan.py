@@ -18,7 +18,7 @@ from lanekit import prefix
 BLOCK: Final = 4 << 20
 LINE: Final = 64 << 10  # a longer line is read in pieces
 BEFORE: Final = 2 << 10  # bytes of a line looked at before a literal, and after it
-AFTER: Final = 8 << 10
+AFTER: Final = 16 << 10  # SGLang 0.5.11 prints its options in 11.5 KiB
 HEAD: Final = 256
 ECHO: Final = 16 << 10  # bytes before a line looked through for an echo that goes on into it
 GROUPS: Final = 20_000  # distinct evidence of one probe in one file; more is said, not kept

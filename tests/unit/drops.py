@@ -58,8 +58,8 @@ PINS: Final = {
 }  # fmt: skip
 SGLANG: Final = (
     "[2026-11-30 11:00:01] server_args=ServerArgs(model_path='/models/tiny', load_format='auto', "
-    "tp_size={1}, served_model_name='tiny', dp_size={1}, speculative_moe_a2a_backend=None, "
-    "ep_size={1}, moe_a2a_backend='{0}', deepep_mode='auto')"
+    "port=8000, tp_size={1}, served_model_name='tiny', dp_size={1}, "
+    "speculative_moe_a2a_backend=None, ep_size={1}, moe_a2a_backend='{0}', deepep_mode='auto')"
 )
 NATIVE: Final = (
     "[2026-11-30 11:05:44 TP{0} EP{0}] Initialized DeepEP v2 ElasticBuffer: world_size={1} "

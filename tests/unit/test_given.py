@@ -55,6 +55,29 @@ def test_any_other_option_is_named(change: dict[str, str | None], differs: str) 
     assert found.startswith(differs)
 
 
+# SGLang 0.5.11 on two H200 (2026-11-30), with a tenth of what it prints.
+CALL = (
+    "model_path='/s/tree', load_format='dummy', trust_remote_code=True, port=46447, "
+    "mem_fraction_static=0.85, chunked_prefill_size=1024, watchdog_timeout=1800.0, "
+    """deepep_config='{"normal_dispatch":{"num_sms":24,"x":16}}', cuda_graph_bs=[256], """
+    "cuda_graph_max_bs=256, buckets=None"
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "differs"), [("256", []), ("64", ["cuda_graph_bs [256], planned 64"])]
+)
+def test_what_sglang_prints_beyond_the_plan_is_its_default(size: str, differs: list[str]) -> None:
+    planned = {
+        "--model-path": "/s/tree", "--load-format": "dummy", "--trust-remote-code": "True",
+        "--port": "46447", "--mem-fraction-static": "0.85", "--chunked-prefill-size": "2048",
+        "--watchdog-timeout": "1800", "--cuda-graph-bs": size,
+        "--deepep-config": '{"normal_dispatch":{"num_sms":24,"x":16}}',
+    }  # fmt: skip
+    usual = contract.rules()["sglang-options"].usual
+    assert list(given.options(CALL, planned, usual)) == differs
+
+
 @pytest.mark.parametrize(
     ("said", "planned", "usual", "differs"),
     [

@@ -36,13 +36,14 @@ def facts(name: str) -> judge.Facts:
     lane, _, where = drops.SUBJECTS[name]
     version = "0.21.0" if lane == "trtllm" else "0.24.0"
     known = drops.VERSIONS
-    given = options([drops.TINY, drops.EP, *([drops.HT] if name.startswith("v1") else [])])
-    started = {"serve.log": Given(given, {"NCCL_NVLS_ENABLE": "0"})}
     fleet = spec.profile(where)
-    sizes = dict.fromkeys(("--tp-size", "--ep-size", "--dp-size"), str(fleet.ranks))
-    return judge.Facts(
-        fleet, 8, version, "tiny", known, options=drops.OPTIONS | sizes, started=started
-    )
+    given = options([drops.TINY, drops.EP, *([drops.HT] if name.startswith("v1") else [])])
+    if lane == "sglang":
+        sizes = dict.fromkeys(("--tp-size", "--ep-size", "--dp-size"), str(fleet.ranks))
+        given = options(["--model-path=/models/tiny", "--served-model-name=tiny",
+                         "--load-format=auto"]) | sizes  # fmt: skip
+    started = {"serve.log": Given(given, {"NCCL_NVLS_ENABLE": "0"})}
+    return judge.Facts(fleet, 8, version, "tiny", known, options=drops.OPTIONS, started=started)
 
 
 def every(name: str) -> tuple[Bound, ...]:
@@ -172,13 +173,6 @@ def other_versions() -> list[drops.Edit]:
     return [change_one(HOOK, old, f"{key}={value}") for key, old, value in wrong]
 
 
-def sglang_sizes() -> list[drops.Edit]:
-    """A server over fewer ranks than there are, or with other weights."""
-    sizes = [change_one("ServerArgs", f", {kind}_size=", f", {kind}_size=9")
-             for kind in ("tp", "dp", "ep")]  # fmt: skip
-    return [*sizes, change_one("ServerArgs", "load_format='auto'", "load_format='dummy'")]
-
-
 BAD: Final[dict[str, list[drops.Edit]]] = {
     "efa-provider": [
         *per_rank(PROVIDER),
@@ -282,20 +276,23 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("Initialized DeepEP", "world_size=", "world_size=9"),
         after("Initialized DeepEP"),
     ],
+    "sglang-options": [
+        *(
+            change_one("ServerArgs", f", {kind}_size=", f", {kind}_size=9")
+            for kind in ("tp", "dp", "ep")
+        ),
+        change_one("ServerArgs", "load_format='auto'", "load_format='dummy'"),
+        change_one("ServerArgs", "'tiny'", "'other'"),
+        change_one("ServerArgs", "/models/tiny", "/models/other"),
+        change_one("ServerArgs", "load_format='auto', ", ""),
+    ],
     "sglang-a2a-deepep": [
         drop_all("ServerArgs"),
         change_one("ServerArgs", ", moe_a2a_backend='deepep'", ", moe_a2a_backend='none'"),
-        *sglang_sizes(),
-        change_one("ServerArgs", "mode='auto'", "mode='normal'"),
-        change_one("ServerArgs", "'tiny'", "'other'"),
-        change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
     "sglang-a2a-none": [
         drop_all("ServerArgs"),
         change_one("ServerArgs", ", moe_a2a_backend='none'", ", moe_a2a_backend='deepep'"),
-        *sglang_sizes(),
-        change_one("ServerArgs", "'tiny'", "'other'"),
-        change_one("ServerArgs", "/models/tiny", "/models/other"),
     ],
     "trtllm-version": [
         drop_one("LLM version"),
@@ -434,6 +431,8 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 # Where a rank was not watched, nothing says either which NCCL it mapped, nor that its lines are of
 # this run.
 COMPANIONS: Final = {
+    "sglang-a2a-deepep": {"sglang-options"},  # of the same line
+    "sglang-a2a-none": {"sglang-options"},
     "no-buffer": {
         "nccl-version", "p2p-channels", "efa-provider", "net-plugin-libfabric", "micro-gloo",
         "megatron-gloo", "megatron-nccl", "one-communicator",
