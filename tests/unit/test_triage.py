@@ -29,8 +29,6 @@ MET: Final = {
     "host-lost": "HostLost: host b (ranks 8-15) cannot be reached: Timeout, server not responding.",
     "library-replaced": "ImportError: /_C.so: undefined symbol: nvshmem_selected_device_transport",
     "driver-not-linked": "ImportError: /deep_ep_cpp.so: undefined symbol: cuMemAddressFree",
-    "no-symmetric-memory": "RuntimeError: NCCL exception (/nccl.cu:113): 5 (Communicator does not "
-    "support symmetric memory!)",
     "launch-failed": "RuntimeError: CUDA error: unspecified launch failure",
     "token-cap": "Assertion failed: elastic.hpp:9, num_tokens <= num_max_tokens_per_rank",
     "nccl-xml-cap": "h:1:1 [0] NCCL WARN Error : too many XML nodes (max 256)",
