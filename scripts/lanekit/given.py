@@ -15,7 +15,10 @@ Values = Mapping[str, str]
 INNER: Final = {"compilation_config": "-cc."}  # vLLM's, whose options are given one by one
 ANYTHING: Final = "*"  # a usual value: whatever is said where nothing was planned
 CHANGED: Final = "?"  # a usual value: the program says what it made of it, whatever was planned
-_TOKEN: Final = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[][{}()<>,]""")
+# A string that nobody closes goes on to the end, so that no text is gone through twice.
+_TOKEN: Final = re.compile(
+    r"""'(?:[^'\\]|\\.)*+(?:'|\\?\Z)|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[][{}()<>,]""", re.DOTALL
+)
 _ENUM: Final = re.compile(r"<\w+\.(\w+):(.*)>")
 _ODD: Final = re.compile(r"[\s'\"]")
 

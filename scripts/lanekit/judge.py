@@ -5,6 +5,7 @@ A judge never reads a file and never prints. Evidence is distinct ranks, not lin
 
 import dataclasses
 import datetime
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
@@ -203,7 +204,8 @@ def _unexpected(
             elif not any(_allows(str(each), value) for each in allowed):
                 seen = f"{group} = {value} at {line.first.file}:{line.first.line}"
                 wrong.append(f"{seen}, expected {' or '.join(map(str, allowed))}")
-    wrong += [said for line in lines for said in _unplanned(rule, line, facts)]
+    unplanned = (said for line in lines for said in _unplanned(rule, line, facts))
+    wrong += itertools.islice(unplanned, 1)  # of lines that a stranger made, however many
     return wrong, unread, unknown
 
 

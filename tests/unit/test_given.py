@@ -1,11 +1,15 @@
 """What programs print of their own options and variables, beside a plan."""
 
+import re
 import shutil
 from pathlib import Path
 
 import drops
 import msgspec
 import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from lanekit import contract, given, judge, planning, spec
 from lanekit.plan import Plan, public
@@ -97,6 +101,30 @@ def test_a_variable_is_the_planned_one_or_what_it_usually_is(
 
 
 @pytest.mark.parametrize(
+    ("end", "value"),
+    [
+        ("0.", "0"),
+        ("0.vm:4892:4892 [0] NCCL INFO Bootstrap", "0"),
+        ("0.[lane-evidence] v=1 host=vm", "0"),
+        ("0vm:4892:4892 [0] NCCL INFO Bootstrap", None),
+        ("0[lane-evidence] v=1 host=vm", None),
+        ("0.(Worker_DP0 pid=9) INFO", "0"),
+        ("Libfabric", "Libfabric"),
+        ("INIT,NET,ENV", "INIT,NET,ENV"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("/opt/x/libnccl-net.so", "/opt/x/libnccl-net.so"),
+    ],
+)
+def test_a_variable_s_line_that_was_cut_off_says_no_other_value(
+    end: str, value: str | None
+) -> None:
+    line = f"vm:4891:4891 [1] NCCL INFO NCCL_X set by environment to {end}"
+    for name in ("nccl-variables", "nccl-variables-efa"):
+        found = re.match(contract.rules()[name].pattern, line)
+        assert (found and found["value"]) == value
+
+
+@pytest.mark.parametrize(
     ("limit", "value", "allowed"),
     [("2", "2", True), ("2", "3", False), ("0", "129", True), ("2", "two", False)],
 )
@@ -148,3 +176,17 @@ def test_a_real_run_under_another_arm_s_name_is_refuted(
     assert (found.result, check.outcome) == ("refuted", "failed")
     assert differs in check.actual
     assert check.first is not None
+
+
+@settings(max_examples=300, deadline=None)
+@hypothesis_given(st.text(alphabet="'\"\\\\,:=[]{}()<> ab1", max_size=200))
+def test_whatever_is_printed_is_taken_apart(said: str) -> None:
+    """Never an error, and never the plan's options."""
+    assert list(given.options(said, PLANNED, USUAL))
+
+
+@pytest.mark.parametrize("piece", ["'", "\\'", "'\\\\", "\"'", "{'a': ", "<", ",", "'a': '"])
+def test_a_line_made_to_take_long_does_not(piece: str) -> None:
+    """As long as a line is looked at: by the square it would be a minute."""
+    said = "'" + piece * (200_000 // len(piece))
+    assert list(given.options(said, PLANNED, USUAL))
