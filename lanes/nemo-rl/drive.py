@@ -212,6 +212,7 @@ def grpo(options: argparse.Namespace) -> None:
         Refused: NeMo RL did not end well; what it came to is recorded all the same.
     """
     options.out.mkdir(parents=True, exist_ok=True)
+    started = time.time()
     with tempfile.TemporaryDirectory(prefix="nemo-rl-") as logs, cluster(options):
         run = command(options, Path(logs))
         lines: list[str] = []
@@ -223,7 +224,7 @@ def grpo(options: argparse.Namespace) -> None:
                 sys.stdout.write(line)
                 sys.stdout.flush()
                 lines.append(line)
-        write(options, steps(lines), Path(logs), whole=process.returncode == 0)
+        write(options, steps(lines), Path(logs), whole=process.returncode == 0, started=started)
     if process.returncode:
         raise Refused(f"nemo-rl: run_grpo.py ended with {process.returncode}; read its log above")
 
@@ -234,8 +235,10 @@ def worker_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "RAY_DEDUP_LOGS": "0", "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}
 
 
-def write(options: argparse.Namespace, found: Sequence[Step], logs: Path, *, whole: bool) -> None:
-    """Leave steps.jsonl; its last record says that NeMo RL ended well."""
+def write(
+    options: argparse.Namespace, found: Sequence[Step], logs: Path, *, whole: bool, started: float
+) -> None:
+    """Leave steps.jsonl; its last record says that NeMo RL ended well. started: since the epoch."""
     settings = {"steps": STEPS, "completions": PROMPTS * GENERATIONS, "command": options.overrides}
     lines: list[dict[str, object]] = [
         {
@@ -243,10 +246,11 @@ def write(options: argparse.Namespace, found: Sequence[Step], logs: Path, *, who
             "kind": "run",
             "world": options.hosts * options.ranks,
             "settings": settings,
+            "started": started,
         },
         *records(found, options.arm, logs),
     ]
-    lines += [{"v": FORMAT, "kind": "done"}] if whole else []
+    lines += [{"v": FORMAT, "kind": "done", "ended": time.time()}] if whole else []
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (options.out / "steps.jsonl").write_text(text, encoding="utf-8")
 
