@@ -290,7 +290,9 @@ def _started(manifest: Manifest) -> Iterator[str]:
     if runner is None or runner.pid <= 0:
         yield "no process ran it"
     if plan.get("driver") == "aiperf":
-        said = _words(plan.get("services"))
+        # Envoy is told where to listen by a file of the lane, which the plan holds as filled.
+        files = map(str, table(plan.get("files")).values())
+        said = " ".join((_words(plan.get("services")), *files))
         model = plan.get("model")
         wanted = (plan.get("port"), model.get("path") if isinstance(model, dict) else None)
         lacks = [str(word) for word in wanted if not word or str(word) not in said]

@@ -3,16 +3,32 @@
 Whatever lane, arm or profile is added is covered: all of it comes from the files.
 """
 
+import contextlib
+import functools
 import itertools
 import re
 import shlex
 
 import drops
+import msgspec
 import pytest
 import yaml
 
-from lanekit import contract, images, machine, patches, paths, plan, planning, spec, variables
+from lanekit import (
+    contract,
+    drop,
+    images,
+    machine,
+    patches,
+    paths,
+    plan,
+    planning,
+    row,
+    spec,
+    variables,
+)
 from lanekit.errors import ConfigError
+from lanekit.manifest import Manifest
 
 LANES = {name: spec.lane(name) for name in spec.lane_names()}
 ALL = [
@@ -28,6 +44,7 @@ NOWHERE = machine.Machine(
 )  # fmt: skip
 
 
+@functools.cache  # frozen, and asked for by most tests
 def made(lane: str, arm: str, profile: str, **more: object) -> plan.Plan:
     """The plan of a row, as `PLAN=1` prints it: it needs neither hosts nor images."""
     options = planning.Options(lane=lane, arm=arm, profile=profile, start=False, **more)  # type: ignore[arg-type]
@@ -63,6 +80,39 @@ def test_an_arm_is_planned_wherever_it_fits(lane: str, arm: str, profile: str) -
     assert len(busy) == fleet.hosts
     assert sum(host.ranks for host in found.hosts) == found.ranks == fleet.ranks
     assert LANES[lane].workload.driver == "batch" or found.services
+
+
+def told(lane: str, arm: str, profile: str, launcher: str) -> plan.Plan | None:
+    """The plan of a row with its hosts; None where a launcher that is asked for refuses it."""
+    fleet = spec.profile(profile)
+    named = ",".join(f"10.0.0.{n + 1}" for n in range(fleet.hosts)) if fleet.hosts > 1 else ""
+    refusals = (ConfigError,) if launcher else ()
+    with contextlib.suppress(*refusals):
+        return made(lane, arm, profile, hosts=named, launcher=launcher)
+    return None
+
+
+@pytest.mark.parametrize("launcher", ["", "kubernetes"])
+@pytest.mark.parametrize(("lane", "arm", "profile"), FITS)
+def test_the_manifest_of_a_run_as_planned_is_not_refuted(
+    lane: str, arm: str, profile: str, launcher: str
+) -> None:
+    """A rule that no run of an arm can meet makes it a row that cannot be proven."""
+    found = told(lane, arm, profile, launcher)
+    if found is None:
+        return
+    timings = {f"cell {cell}": 10.0 for cell in found.cells}
+    whole = {"state": "complete", "started": "2026-11-30T11:00:00.000+00:00", "timings": timings}
+    written = msgspec.to_builtins(drop._first(found)) | whole
+    manifest = msgspec.convert(
+        written | {"ended": "2026-11-30T12:00:00.000+00:00"}, Manifest, strict=False
+    )
+    wrong = {x.id: x.actual for x in row.checks(manifest, LANES[lane]) if x.outcome != "met"}
+    # In place in an image's own interpreter only that can say its versions.
+    server = found.environments["server"]
+    unsaid = found.containers is None and not server.locks
+    unasked = {"manifest": f"no version of {found.engine} is pinned"} if unsaid else {}
+    assert wrong in ({}, unasked)
 
 
 @pytest.mark.parametrize(
