@@ -73,6 +73,8 @@ def _build(names: list[str], stack: str, *, plan: bool) -> int:
     built = images.build(names, stack, given)
     for name, digest in built.items():
         print(f"{images.local(name, stack)}  {digest}")
+    for pin in images.unrecorded(names, stack, given):
+        print(f"{pin}: taken without a checksum; its own: /usr/share/lanes/unrecorded in the image")
     print(f"built {', '.join(names)} in {time.monotonic() - begin:.1f} s")
     return 0
 

@@ -330,6 +330,14 @@ def variables(stack: str, registry: str = LOCAL) -> dict[str, str]:
     return {"STACK": stack, "REGISTRY": registry, "BUILDX_BAKE_ENTITLEMENTS_FS": "0"}
 
 
+def unrecorded(names: Iterable[str], stack: str, given: Roots) -> list[str]:
+    """The pins in some images whose file no checksum was pinned or given for."""
+    made = definition(stack, given)["target"]
+    inside = {each for name in names for each in (name, *ancestors(name))}
+    empty = {arg for each in inside for arg, value in made[each]["args"].items() if not value}
+    return sorted(a.removesuffix("_SHA256").lower() for a in empty if a.endswith("_SHA256"))
+
+
 def write(made: Definition, stack: str) -> Path:
     """Leave the definition where bake reads it."""
     STAGE.mkdir(parents=True, exist_ok=True)

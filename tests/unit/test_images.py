@@ -211,6 +211,15 @@ def test_a_tree_without_git_names_no_commit(
     assert images.checkout() == {}
 
 
+def test_a_file_that_was_taken_without_a_checksum_is_named_after_every_build(
+    tmp_path: Path,
+) -> None:
+    assert images.unrecorded(["vllm", "aiperf"], "2026-07", images.Roots()) == ["gdrcopy"]
+    assert images.unrecorded(["aiperf"], "2026-07", images.Roots()) == []
+    given = {"SRC_GDRCOPY": str(tmp_path), "SHA256_GDRCOPY": "ab" * 32}
+    assert images.unrecorded(["vllm"], "2026-07", images.roots(given)) == []
+
+
 def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
     for name in ("ca.pem", "pip.conf"):
         (tmp_path / name).write_text("")
