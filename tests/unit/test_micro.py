@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lanekit import programs
+from lanekit import programs, spec
 
 DRIVER = Path(__file__).parents[2] / "lanes" / "micro" / "ep_bench.py"
 ep_bench = programs.load("ep_bench", DRIVER)
@@ -127,6 +127,23 @@ def test_v1_between_hosts_is_not_captured(
         options = ep_bench.parse_options(["--backend", backend, "--out", "x"])
         assert options.modes == modes
     assert "V1 waits for the host between hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm", spec.lane("micro").arms)
+def test_who_judges_a_row_reads_its_modes_as_the_run_did(
+    arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's variables are the run's alone: what follows from them alone would be refuted."""
+    found = spec.lane("micro")
+    for profile in found.arms[arm].contracts:
+        fleet = spec.profile(profile)
+        words = [*found.profiles[profile].args, *found.arms[arm].args, "--out=x"]
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        judged = ep_bench.parse_options(words)
+        monkeypatch.setenv("WORLD_SIZE", str(fleet.ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(fleet.ranks // fleet.hosts))
+        assert vars(ep_bench.parse_options(words)) == vars(judged), profile
 
 
 def test_hybrid_is_of_every_shape() -> None:
