@@ -361,6 +361,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
         ours = plan.launcher in ("process", "compose")
         facts = doctor.require(plan, progress.say) if ours else {}
         _require_programs(plan, made=False)
+        _require_series(plan, progress.say, made=False)
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)
@@ -391,11 +392,7 @@ def _prepare(run: Run) -> None:
     _require_programs(plan, made=True)
     if plan.model.source.startswith("built:"):
         model.ensure(Path(plan.model.path))
-    for series in plan.patches:
-        if plan.launcher in ("process", "compose") or plan.containers is None:
-            _require_patched(series, plan)
-        else:  # a scheduler's nodes hold the images, and nobody here can ask them
-            say(f"series {series}: our images are built with it; not looked for on the nodes")
+    _require_series(plan, say, made=True)
     drop.timing("install", time.monotonic() - begin)
 
 
@@ -423,6 +420,18 @@ def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:
     )
     envs.watch(built)
     say(f"environment {name}: {built.note or 'ready'}")
+
+
+def _require_series(plan: Plan, say: Callable[[str], None], *, made: bool) -> None:
+    """The engine holds every series of the plan, as far as anybody here can ask it. made: in an
+    environment that the run itself makes."""
+    if bool(plan.environments["server"].locks) is not made:
+        return
+    for series in plan.patches:
+        if plan.launcher in ("process", "compose") or plan.containers is None:
+            _require_patched(series, plan)
+        else:  # a scheduler's nodes hold the images, and nobody here can ask them
+            say(f"series {series}: our images are built with it; not looked for on the nodes")
 
 
 def _require_patched(series: str, plan: Plan) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lanekit import images, machine, patches, planning, run
+from lanekit import cli, images, machine, patches, planning, run
 from lanekit.errors import ConfigError
 from lanekit.plan import Environment, Plan
 
@@ -30,6 +30,17 @@ def site(tmp_path: Path) -> Path:
     (tmp_path / "series").mkdir()
     (tmp_path / "series/0001-x.patch").write_text(PATCH)
     return tmp_path / "site"
+
+
+def test_an_engine_without_the_series_is_refused_before_a_drop_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    given = ["--env", "EP_NUM_COMMS=2", "--server-python", sys.executable]
+    asked = ["run", "micro", "--profile", "cpu", "--cells", "decode", "--results", str(results)]
+    assert cli.main([*asked, *given]) == 2
+    assert "the engine does not hold series deepep/b306af06" in capsys.readouterr().err
+    assert not results.exists()
 
 
 def test_a_series_is_applied_once_and_not_twice(site: Path) -> None:
