@@ -1,6 +1,7 @@
 """Every rule of every contract decides something: for each there are the smallest bad logs that it
 alone catches, and deleting or weakening it lets one of them pass."""
 
+import dataclasses
 import re
 import tempfile
 from collections.abc import Iterator
@@ -572,3 +573,22 @@ def test_both_engines_give_the_same_checks(name: str, tmp_path: Path) -> None:
             for make in (scan.PythonFinder, scan.HyperscanFinder)
         ]
         assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "applies"), [({}, True), ({"--enforce-eager": "True"}, False), (None, False)]
+)
+def test_graphs_are_asked_for_only_where_the_plan_captures_some(
+    given: dict[str, str] | None, applies: bool
+) -> None:
+    plan = dataclasses.replace(facts("v2-nvlink"), options=given)
+    asked = {x.id for x in judge.applying(every("v2-nvlink"), plan)}
+    assert ("vllm-graphs" in asked) == applies
+
+
+def test_what_is_held_to_a_plan_is_not_asked_of_a_log_without_one() -> None:
+    stranger = dataclasses.replace(facts("v2-nvlink"), started=None)
+    left = {x.id for x in every("v2-nvlink")} - {
+        x.id for x in judge.applying(every("v2-nvlink"), stranger)
+    }
+    assert left == {"vllm-options", "nccl-variables"}
