@@ -118,6 +118,11 @@ def is_number(address: str) -> bool:
     return True
 
 
+def is_ipv4(address: str) -> bool:
+    """Whether an address is a literal one of IPv4."""
+    return is_number(address) and ":" not in address
+
+
 def _name(address: str) -> str:
     """A name for an address: its first label, or `ip-10-0-0-1` as AWS names its hosts."""
     if is_number(address):

@@ -278,6 +278,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
         warm=_warm(chosen),
     )
     _require_runnable(made)
+    if lane.arms[chosen.arm].ipv4:
+        _require_numbers(made)
     return made
 
 
@@ -545,6 +547,16 @@ def _require_runnable(plan: Plan) -> None:
         raise ConfigError(
             f"the process launcher starts on this machine alone, not on {hosts.said(plan.hosts)}",
             remedy="LAUNCHER=compose runs on one host or many, through SSH.",
+        )
+
+
+def _require_numbers(plan: Plan) -> None:
+    """Refuse hosts by name; those that nobody named yet are printed all the same."""
+    named = [host.address for host in plan.hosts if not hosts.is_ipv4(host.address)]
+    if named and (plan.launcher == "kubernetes" or plan.hosts_why != hosts.UNNAMED):
+        raise ConfigError(
+            f"arm {plan.lane}/{plan.arm} takes hosts by IPv4 address alone, not {', '.join(named)}",
+            remedy="HOSTS=10.0.0.1,10.0.0.2, and not a cluster, which names its pods.",
         )
 
 

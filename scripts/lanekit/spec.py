@@ -107,7 +107,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     once before the first cell, for an engine that compiles a kernel for each. patches: our series
     (folders of patches/) that the engine must hold. reference: the arm whose answers these must
     equal; empty for an arm that is one itself. services:
-    those of serve.yaml that it starts; all when none is named.
+    those of serve.yaml that it starts; all when none is named. ipv4: a program of it takes hosts by
+    literal IPv4 address alone.
     """
 
     title: str
@@ -123,6 +124,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     services: tuple[str, ...] = ()
     known_failing: KnownFailing | None = None
     reference: str = ""
+    ipv4: bool = False
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -163,6 +163,24 @@ def test_a_picker_that_is_not_there_is_refused_before_anything_is_made(
     assert not results.exists()
 
 
+def test_the_picker_is_given_hosts_by_number_alone(bare: machine.Machine) -> None:
+    """It refuses a name itself, but only once two engines have loaded their weights."""
+
+    def planned(arm: str, hosts: str = "", launcher: str = "") -> plan.Plan:
+        options = planning.Options(
+            lane="llmd", profile="p5en-x2", arm=arm, start=False, hosts=hosts, launcher=launcher
+        )
+        return planning.make(options, bare)
+
+    with pytest.raises(ConfigError, match=r"by IPv4 address alone, not a\.example\.com"):
+        planned("epp", hosts="a.example.com,10.0.0.2")
+    with pytest.raises(ConfigError, match="by IPv4 address alone"):
+        planned("epp", launcher="kubernetes")
+    assert planned("epp", hosts="10.0.0.1,10.0.0.2")
+    assert planned("epp")  # nobody is named yet
+    assert planned("router", hosts="a,b")
+
+
 def test_a_profile_may_not_name_a_backend_without_a_port() -> None:
     lane = spec.lane("llmd")
     cpu = msgspec.structs.replace(lane.profiles["cpu"], backends=("third",))
