@@ -129,11 +129,18 @@ def symbols(path: Path, table: int = 11) -> Iterator[Symbol]:
     (SHT_DYNSYM, 11), or all of them (SHT_SYMTAB, 2), which a stripped file lacks.
 
     Raises:
-        ValueError: not such a file.
+        ValueError: not such a file, or a broken one.
     """
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is not a 64-bit ELF file")
+    try:
+        yield from _symbols(data, table)
+    except (struct.error, IndexError, ValueError) as error:
+        raise ValueError(f"{path} is a broken ELF file: {error}") from error
+
+
+def _symbols(data: bytes, table: int) -> Iterator[Symbol]:
     (offset,), (size, count) = (
         struct.unpack_from("<Q", data, 40),
         struct.unpack_from("<HH", data, 58),
@@ -497,8 +504,13 @@ CHECKS = (
 
 def findings(image: Image) -> list[Finding]:
     """Everything that drifted."""
-    paths = files(image)
-    return [finding for check in CHECKS for finding in check(image, paths)]
+    paths, found = files(image), list[Finding]()
+    for check in CHECKS:
+        try:
+            found += check(image, paths)
+        except ValueError as error:
+            found.append(Finding("unreadable", str(error), "Install its package again."))
+    return found
 
 
 # --- saying ----------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ FAULTS = {
         "export OFI_NCCL_GIN_MAX_REQUESTS=512",
         "env: OFI_NCCL_GIN_MAX_REQUESTS is exported",
     ),
-    "a patch step that did nothing": (
+    "a patch step that did nothing": (  # as many letters: DeepEP's ELF file stays one
         "/tools/expect reads=EP_NUM_COMMS"
-        f" && (grep -rl EP_NUM_COMMS {DEEP_EP} | xargs -r sed -i s/EP_NUM_COMMS/EP_NONE/)",
+        f" && (grep -rl EP_NUM_COMMS {DEEP_EP} | xargs -r sed -i s/EP_NUM_COMMS/EP_NUM_NOTHG/)",
         "series: no file of deep_ep reads EP_NUM_COMMS",
     ),
 }

@@ -71,6 +71,11 @@ def deepep_linked_with_another_version(root: Path) -> None:
     library(root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so", linked(3, 4, 5))
 
 
+def cut_short(root: Path) -> None:
+    (extension,) = (root / SITE / "deep_ep").glob("_C.*")
+    extension.write_bytes(extension.read_bytes()[:-70])
+
+
 def symbol_nobody_offers(root: Path) -> None:
     library(
         root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
@@ -121,6 +126,7 @@ def dangling_loader_path(root: Path) -> None:
         (second_nvshmem, {"one-nvshmem"}),
         (device_of_another_version, {"nvshmem-device"}),
         (deepep_linked_with_another_version, {"nvshmem-device"}),
+        (cut_short, {"unreadable"}),
         (symbol_nobody_offers, {"symbols"}),
         (driver_not_asked_for, {"symbols"}),
         (missing_plugin, {"one-plugin"}),
