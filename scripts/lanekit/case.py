@@ -71,6 +71,22 @@ LOST: Final = contract.Bound(
         remedy="make triage names the first process that died, and why.",
     ),
 )
+# What vLLM says of its own speed, over 10 s at a time: held beside AIPerf's records. The lookbehind
+# is vLLM's stamp, which stands before a line's own text.
+RATE: Final = contract.Bound(
+    "server-rate",
+    "required",
+    contract.Rule(
+        why="the server's own count of tokens bears out the load points",
+        literal="Avg generation throughput: ",
+        pattern=r"(?<=(?P<at>\d\d-\d\d \d\d:\d\d:\d\d) \[loggers\.py:\d{3}\] )"
+        r"Engine (?P<engine>\d+): [^,]{1,60}, Avg generation throughput: (?P<rate>\d+\.\d) tok",
+        needs="any",
+        source="vllm/v1/metrics/loggers.py:273",
+        versions=("vLLM 0.24.0",),
+        remedy="Keep the server's log and AIPerf's records of one run, and edit neither.",
+    ),
+)
 # Answers to readiness: one an engine, and some that came after nobody waited for them any more. The
 # smallest cell of a lane has 40 requests.
 READY: Final = 16
@@ -578,8 +594,9 @@ def judged(
     rules = contract.bound(found, served=served, batch=facts.batch)
     rules = judge.applying((*rules, *(ERRORS,) * served, *(LOST,) * subject.ours), facts)
     serve = _serve_logs(subject)
-    evidence = logs.read(serve, rules, facts.profile.ranks)
+    evidence = logs.read(serve, (*rules, RATE), facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
+    checks += _rate(loads, evidence, facts)
     checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
     checks += [judge.hook_clock(evidence, run.window)] if run and evidence.armed else []
     checks = _excused(subject, [_short(check) for check in checks])
@@ -603,6 +620,30 @@ def judged(
         cells=tuple(_row(x.name, x.folder, x.cell) for x in loads if x.cell is not None),
         unproven=found.unproven,
     )
+
+
+def _rate(loads: Sequence[Load], evidence: judge.Logs, facts: Facts) -> list[Check]:
+    """The check of the server's own rate, where one server alone said any."""
+    said = [(x, dict(x.evidence.values)) for x in evidence.lines.get(RATE.id, ())]
+    if not loads or not said or facts.apart:
+        return []
+    rates = [(values["at"], float(values["rate"]) * x.evidence.count) for x, values in said]
+    outcome, actual = loading.server_rate(loads, rates)
+    return [
+        Check(
+            id=RATE.id,
+            group="load",
+            severity="noted" if outcome == "unchecked" else "required",
+            outcome=outcome,
+            why=RATE.rule.why,
+            expected=f"within {loading.RATE_TOLERANCE:.0%} of the records, over 40 s and more",
+            actual=actual,
+            first=said[0][0].first,
+            last=said[-1][0].last,
+            remedy=RATE.rule.remedy if outcome == "failed" else "",
+            source=RATE.rule.source,
+        )
+    ]
 
 
 def _excused(subject: Subject, checks: Sequence[Check]) -> Sequence[Check]:

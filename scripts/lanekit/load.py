@@ -3,6 +3,7 @@
 Pure. A figure is never taken from a summary that its records do not bear out.
 """
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,11 @@ from lanekit.verdict import Check, Outcome, Place
 # Of prompts and answers. AIPerf 0.3 gave 300 tokens where 1023 were asked (ai-dynamo/aiperf#339);
 # the prompts of all 38 real load points were as long as asked to the token (2026-11-30).
 TOLERANCE: Final = 0.05
+# What vLLM counted and what the records add up to were 3 % apart at most over five load points of
+# 44 to 163 s; of one that is shorter than some of its 10 s nothing can be said (2026-11-30).
+RATE_TOLERANCE: Final = 0.25
+RATE_EVERY: Final = datetime.timedelta(seconds=10)
+RATE_LEAST: Final = 4
 IN_FLIGHT: Final = 0.9  # of the concurrency, at the least, open at one time
 SLACK: Final = datetime.timedelta(seconds=2)  # 9 ms at most on busy cores (2026-11-30)
 
@@ -70,6 +76,47 @@ def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Ru
     if not found:
         absent.append("no load point to check")
     return one_time(wrong, absent)
+
+
+def server_rate(loads: Sequence[Load], said: Sequence[tuple[str, float]]) -> tuple[Outcome, str]:
+    """Whether a server's own rates bear out the records. said: when, as `MM-DD HH:MM:SS` of the
+    server's clock, and tokens a second of one engine over the time before."""
+    told: dict[bool, list[str]] = {True: [], False: []}
+    for x in loads:
+        kept = x.cell.records if x.cell else None
+        if x.cell is None or x.cell.start is None or kept is None or kept.window is None:
+            continue
+        over, claimed = window(*kept.window), kept.figures.tok_s or 0.0
+        ticks = _ticks(said, over.first.year)
+        shifts = (datetime.timedelta(0), _zone(x.cell.start - over.first))
+        inside = max(([r for at, r in ticks if _within(over, at - s)] for s in shifts), key=len)
+        if len(inside) >= RATE_LEAST:
+            mean = sum(inside) / len(inside)
+            fits = abs(mean - claimed) <= RATE_TOLERANCE * claimed
+            told[fits].append(f"{x.name}: {mean:.1f} tok/s, its records {claimed:.1f}")
+    if told[False] or told[True]:
+        return ("failed" if told[False] else "met"), "; ".join(told[False] or told[True])
+    return "unchecked", "no load point lasted long enough"
+
+
+def _ticks(said: Sequence[tuple[str, float]], year: int) -> list[tuple[datetime.datetime, float]]:
+    """Rates of all engines together; they speak one after another, perhaps over a second's end."""
+    found: list[tuple[datetime.datetime, float]] = []
+    for text, rate in sorted(said):
+        with contextlib.suppress(ValueError):
+            at = datetime.datetime.fromisoformat(f"{year}-{text.replace(' ', 'T')}")
+            if found and at - found[-1][0] <= SLACK:
+                found[-1] = (found[-1][0], found[-1][1] + rate)
+            else:
+                found.append((at, rate))
+    return found
+
+
+def _within(over: Window, at: datetime.datetime) -> bool:
+    """Whether the time that a rate is over lies within a load point; a stamp says no parts of a
+    second."""
+    second = datetime.timedelta(seconds=1)
+    return over.first + second <= at - RATE_EVERY and at <= (over.last or over.first) + second
 
 
 def one_time(wrong: Sequence[str], absent: Sequence[str]) -> Check:

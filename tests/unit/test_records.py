@@ -1,16 +1,18 @@
 """Figures recomputed from AIPerf's records: what a busy machine does, and what is forged."""
 
+import dataclasses
+import datetime
 import json
 import shutil
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from drops import aiperf, edit_json, record
+from drops import START, aiperf, edit_json, record
 
 from lanekit import records
 from lanekit.errors import Unreadable
-from lanekit.load import Load, load
+from lanekit.load import Load, load, server_rate
 
 
 def written(folder: Path, *found: dict[str, object]) -> records.Cell:
@@ -232,3 +234,47 @@ def test_a_rate_over_the_time_that_aiperf_watched_is_held_to_that_time(tmp_path:
     )
     later = stated["end_time"].replace(".", ".9", 1)[:26]
     assert "tok_s" in records.disagreements(edited(newest, tmp_path / "time", end_time=later))[0]
+
+
+def said(rate: float, *, ticks: int = 6, zone: int = 0) -> list[tuple[str, float]]:
+    """Rates of two engines, each half, over a minute from START on, across the ends of seconds."""
+    begin = datetime.datetime.fromtimestamp(START, datetime.UTC) + datetime.timedelta(hours=zone)
+    times = [begin + datetime.timedelta(seconds=10 * n + 10) for n in range(ticks)]
+    second = datetime.timedelta(seconds=1)
+    pairs = [(at, at + second * (n % 2)) for n, at in enumerate(times)]
+    return [(f"{at:%m-%d %H:%M:%S}", rate / 2) for pair in pairs for at in pair]
+
+
+def a_minute(root: Path, *, zone: int = 0) -> Load:
+    """A load point of 100 tokens a second over a minute, as AIPerf's local clock says."""
+    cell = records.read(aiperf(root / "c4"))
+    assert cell.records is not None
+    assert cell.start is not None
+    figures = dataclasses.replace(cell.records.figures, tok_s=100.0)
+    kept = dataclasses.replace(cell.records, figures=figures, window=(START, START + 60.0))
+    local = cell.start + datetime.timedelta(hours=zone)
+    held = dataclasses.replace(cell, records=kept, start=local)
+    return Load("c4", "c4", held, 4, 8, 120, 128, "0.10.0", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("rates", "outcome"),
+    [
+        (said(100.0), "met"),
+        (said(78.0), "met"),
+        (said(60.0), "failed"),
+        (said(140.0), "failed"),
+        (said(60.0, ticks=3), "unchecked"),  # nothing much can be said
+        (said(60.0, zone=3), "unchecked"),  # of another time
+        ([("13-41 99:99:99", 60.0)], "unchecked"),
+        ([], "unchecked"),
+    ],
+)
+def test_a_server_s_own_rate_bears_out_a_load_point_that_lasted(
+    tmp_path: Path, rates: list[tuple[str, float]], outcome: str
+) -> None:
+    assert server_rate([a_minute(tmp_path)], rates)[0] == outcome
+
+
+def test_a_server_s_clock_may_be_local(tmp_path: Path) -> None:
+    assert server_rate([a_minute(tmp_path, zone=3)], said(60.0, zone=3))[0] == "failed"

@@ -4,13 +4,14 @@ import gzip
 import json
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 
 import drops
 import msgspec
 import pytest
 
-from lanekit import answers, lanes, paths, planning, published, report, spec, verify
+from lanekit import answers, lanes, paths, planning, published, records, report, spec, verify
 from lanekit.plan import Plan, public
 
 
@@ -67,6 +68,46 @@ def test_a_committed_row_cannot_be_sold_as_another_arm_s(tmp_path: Path) -> None
     (drop / answers.NAME).write_bytes(answers.encode(header, found.answers))
     (drop / "manifest.json").write_text(json.dumps(manifest))
     assert verify.verify(drops.seal(drop)).reason == "failed: vllm-engine-cpu, vllm-options"
+
+
+def faster(folder: Path, factor: float) -> None:
+    """A load point whose times are all shorter, alike in summary and records."""
+    lines = [json.loads(x) for x in (folder / records.RECORDS).read_text().splitlines()]
+    begin = min(x["metadata"]["request_start_ns"] for x in lines)
+    for x in lines:
+        for key in ("request_start_ns", "request_end_ns"):
+            x["metadata"][key] = begin + round((x["metadata"][key] - begin) * factor)
+        for name in ("request_latency", "time_to_first_token", "inter_token_latency"):
+            x["metrics"][name]["value"] *= factor
+        x["metrics"]["output_token_throughput_per_user"]["value"] /= factor
+        chunks = x["metrics"]["inter_chunk_latency"]
+        chunks["value"] = [each * factor for each in chunks["value"]]
+    (folder / records.RECORDS).write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = json.loads((folder / records.SUMMARY).read_text())
+    for name, metric in found.items():
+        by = 1 / factor if "throughput" in name else factor
+        if isinstance(metric, dict) and ("throughput" in name or "latency" in name or name in (
+            "time_to_first_token", "benchmark_duration")):  # fmt: skip
+            found[name] = {k: v * by if isinstance(v, float) else v for k, v in metric.items()}
+    start = datetime.fromisoformat(found["start_time"])
+    took = datetime.fromisoformat(found["end_time"]) - start
+    found["end_time"] = (start + took * factor).isoformat()
+    (folder / records.SUMMARY).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("factor", "failed"), [(1.0, []), (0.97, []), (0.7, ["server-rate"]), (1.5, ["server-rate"])]
+)
+def test_a_row_is_not_made_faster_than_its_server_counted(
+    tmp_path: Path, factor: float, failed: list[str]
+) -> None:
+    """Records, summary and digests all agree; only the server's log knows better (2026-11-30)."""
+    drop = Path(shutil.copytree(next(paths.RESULTS.glob("20261130T154924Z-*")), tmp_path / "d"))
+    faster(drop / "aiperf" / "c4", factor)
+    found = {x.id: x.outcome for x in verify.verify(drops.seal(drop)).checks}
+    timed = {"same-run"} if factor > 1 else set()
+    assert [n for n, o in found.items() if o == "failed" and n not in timed] == failed
+    assert found["server-rate"] == ("failed" if failed else "met")
 
 
 def test_a_row_of_another_model_than_the_lane_s_says_so() -> None:
