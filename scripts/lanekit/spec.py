@@ -105,7 +105,8 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image, stack: what holds its engine, where it is not the profile's or the lane's. warmup: AIPerf
     requests before each cell that no figure counts. prefill: prompt lengths in tokens, each sent
     once before the first cell, for an engine that compiles a kernel for each. patches: our series
-    (folders of patches/) that the engine must hold. reference: the arm whose answers these must
+    (folders of patches/) that the engine must hold, besides those of lanes/variables.toml that its
+    variables need. reference: the arm whose answers these must
     equal; empty for an arm that is one itself. services:
     those of serve.yaml that it starts; all when none is named. ipv4: a program of it takes hosts by
     literal IPv4 address alone.
