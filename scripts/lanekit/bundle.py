@@ -21,7 +21,7 @@ from typing import IO, Final, cast
 import msgspec
 
 from lanekit import contract, drop, interrupt, paths, spec
-from lanekit.errors import ConfigError, EnvironmentFailed
+from lanekit.errors import ConfigError, EnvironmentFailed, Interrupted
 
 FORMAT: Final = 1
 ARCHIVE: Final = "bundle.tar"
@@ -396,8 +396,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name} links: {' '.join(needs.linked) or 'nothing'}")
         return 0
     about = {"format": FORMAT, "lane": args.lane, "profile": args.profile, "python": PYTHON}
-    with interrupt.raising():
-        made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
+    try:
+        with interrupt.raising():
+            made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
+    except Interrupted as error:
+        raise Interrupted(error.message, remedy="No part of it stays: make it again.") from error
     print(f"{made.size / 1e6:.0f} MB in {len(made.parts)} part(s) in {made.sums.parent}/")
     print(f"Copy the folder, then there: sh {INSTALLER} --to DIR -- run {args.lane}")
     return 0

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -384,6 +385,20 @@ def test_what_a_killed_pack_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "media" / ".bundle-killed" / "wheels").mkdir(parents=True)
     packed(tmp_path / "media", {"lanekit": bundle.Environment((), ())}, HERE)
     assert not [*(tmp_path / "media").glob(".bundle-*")]
+
+
+def test_a_pack_that_is_stopped_leaves_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(_: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(bundle, "_own_wheel", stopped)
+    assert cli.main(["bundle", "micro", "--profile", "cpu", "--out", str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert "stopped by SIGTERM" in said
+    assert "No part of it stays" in said
+    assert not [*(tmp_path / "b").iterdir()]
 
 
 def test_a_full_disk_is_said_and_not_to_be_reported(
