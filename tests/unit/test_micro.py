@@ -1,12 +1,13 @@
 """The micro driver's arithmetic, without torch; tests/lanes runs the whole program."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lanekit import programs, spec
+from lanekit import batch, programs, spec
 
 DRIVER = Path(__file__).parents[2] / "lanes" / "micro" / "ep_bench.py"
 ep_bench = programs.load("ep_bench", DRIVER)
@@ -144,6 +145,16 @@ def test_who_judges_a_row_reads_its_modes_as_the_run_did(
         monkeypatch.setenv("WORLD_SIZE", str(fleet.ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(fleet.ranks // fleet.hosts))
         assert vars(ep_bench.parse_options(words)) == vars(judged), profile
+
+
+def test_who_judges_under_torchrun_reads_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("ep_bench.py", "--backend=v1-ht", "--out=x")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    found = batch.options(batch.Taken([], command))
+    assert found is not None
+    assert found[1].modes == ["eager", "graph"]
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("16", "8")
 
 
 def test_hybrid_is_of_every_shape() -> None:
