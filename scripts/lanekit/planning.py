@@ -33,6 +33,7 @@ from lanekit import (
     spec,
     variables,
 )
+from lanekit.drop import MANIFEST
 from lanekit.errors import ConfigError
 from lanekit.pins import packages
 from lanekit.plan import (
@@ -531,6 +532,11 @@ def _require_sound(options: Options) -> None:
         raise ConfigError(
             f"TORCH_INDEX: '{index}' is no address of an index",
             remedy="Give one that begins with http:// or https://, or `none` to ask nobody.",
+        )
+    if (root := Path(options.results)) != Path() and (root / MANIFEST).exists():
+        raise ConfigError(
+            f"RESULTS: {options.results} is a drop already; one inside it would refute it",
+            remedy="Name the folder that new drops go into, or none for results/.",
         )
 
 

@@ -5,7 +5,15 @@ from pathlib import Path
 import drops
 import pytest
 
-from lanekit import machine, paths
+from lanekit import alone, machine, paths
+
+
+@pytest.fixture(autouse=True)
+def no_run_beside(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of a test's own: a lane that runs in this checkout is no matter of a test."""
+    monkeypatch.setattr(alone, "LOCK", tmp_path_factory.mktemp("alone") / "run.lock")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lanekit import cli, images, machine, patches, planning, run
+from lanekit import alone, cli, images, machine, patches, paths, planning, run
 from lanekit.errors import ConfigError
 from lanekit.plan import Environment, Plan
 
@@ -41,6 +41,11 @@ def test_an_engine_without_the_series_is_refused_before_a_drop_is_made(
     assert cli.main([*asked, *given]) == 2
     assert "the engine does not hold series deepep/b306af06" in capsys.readouterr().err
     assert not results.exists()
+
+
+def test_a_run_that_is_tried_here_does_not_ask_for_this_checkouts_lock() -> None:
+    """`make test` beside a running lane found the lock taken (2026-11-30)."""
+    assert not alone.LOCK.is_relative_to(paths.ROOT)
 
 
 def test_a_series_is_applied_once_and_not_twice(site: Path) -> None:

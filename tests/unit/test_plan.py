@@ -114,6 +114,18 @@ def test_a_plan_that_makes_no_sense_is_refused(
     assert remedy in caught.value.remedy
 
 
+@pytest.mark.parametrize("start", [True, False])
+def test_a_drop_is_not_written_into_another(
+    bare: machine.Machine, tmp_path: Path, start: bool
+) -> None:
+    """The new files would refute the old drop (2026-11-30)."""
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a drop already") as caught:
+        make(bare, results=str(tmp_path), start=start)
+    assert "results/" in caught.value.remedy
+    assert make(bare, results=str(tmp_path / "other"), start=start)
+
+
 def test_a_path_with_a_space_stays_one_word(bare: machine.Machine, tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     model.ensure(folder / "tiny-qwen3-moe")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lanekit import contract, paths, render, verdict
+from lanekit import contract, lanes, paths, render, verdict
 from lanekit.verdict import Check, Place, Verdict
 from lanekit.verify import verify
 
@@ -109,7 +109,7 @@ def test_every_verdict_is_valid_by_the_published_schema(tmp_path: Path) -> None:
 
 def test_the_verdicts_of_committed_drops_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "LANES", paths.ROOT / "lanes")
-    for drop in (path.parent for path in paths.RESULTS.glob("*/manifest.json")):
+    for drop in lanes.tracked():
         VALID.validate(json.loads(render.as_json(verify(drop))))
 
 

@@ -120,7 +120,8 @@ def test_a_row_of_another_model_than_the_lane_s_says_so() -> None:
 @pytest.mark.parametrize("kind", ["vllm-floor", "micro-gloo", "megatron-alltoall"])
 def test_logs_that_were_packed_since_are_what_is_in_them(tmp_path: Path, kind: str) -> None:
     root = tmp_path / "d"
-    shutil.copytree(next(paths.RESULTS.glob(f"2*-cpu-{kind}")), root)
+    ours = next(x for x in lanes.tracked() if x.match(f"2*-cpu-{kind}"))  # not a run of one's own
+    shutil.copytree(ours, root)
     for log in (root / "logs").glob("*.log"):
         (root / "logs" / f"{log.name}.gz").write_bytes(gzip.compress(log.read_bytes()))
         log.unlink()
