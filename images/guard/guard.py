@@ -10,6 +10,7 @@ Standard library only: it runs in every image, before and after any install. It 
 where a third NCCL was mapped (verl-project/verl#6621).
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -131,21 +132,32 @@ def symbols(path: Path, table: int = 11) -> Iterator[Symbol]:
     Raises:
         ValueError: not such a file, or a broken one.
     """
+    with _elf(path) as data:
+        yield from _symbols(data, table)
+
+
+@contextlib.contextmanager
+def _elf(path: Path) -> Iterator[bytes]:
+    """The bytes of such a file; what cannot be unpacked of it in the block is told as broken."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is not a 64-bit ELF file")
     try:
-        yield from _symbols(data, table)
+        yield data
     except (struct.error, IndexError, ValueError) as error:
         raise ValueError(f"{path} is a broken ELF file: {error}") from error
 
 
-def _symbols(data: bytes, table: int) -> Iterator[Symbol]:
+def _sections(data: bytes) -> list[tuple[int, ...]]:
     (offset,), (size, count) = (
         struct.unpack_from("<Q", data, 40),
         struct.unpack_from("<HH", data, 58),
     )
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
+    return [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
+
+
+def _symbols(data: bytes, table: int) -> Iterator[Symbol]:
+    sections = _sections(data)
     for _, kind, _, _, start, length, link, *_ in sections:
         if kind != table:
             continue
@@ -153,10 +165,28 @@ def _symbols(data: bytes, table: int) -> Iterator[Symbol]:
         for place in range(start, start + length, 24):
             name, _, _, number, value, many = struct.unpack_from("<IBBHQQ", data, place)
             content = None if number == 0 else b""
-            if 0 < number < count and sections[number][1] != 8:  # SHT_NOBITS
+            if 0 < number < len(sections) and sections[number][1] != 8:  # SHT_NOBITS
                 at = sections[number][4] + value - sections[number][3]
                 content = data[at : at + many]
             yield Symbol(text[name : text.index(b"\0", name)].decode(errors="replace"), content)
+
+
+def needed(path: Path) -> set[str]:
+    """The libraries that a file has the loader bring: its DT_NEEDED entries.
+
+    Raises:
+        ValueError: not a 64-bit little-endian ELF file, or a broken one.
+    """
+    found = set[str]()
+    with _elf(path) as data:
+        sections = _sections(data)
+        for _, kind, _, _, start, length, link, *_ in sections:
+            for place in range(start, start + length, 16) if kind == 6 else ():  # SHT_DYNAMIC
+                tag, at = struct.unpack_from("<qQ", data, place)
+                if tag == 1:  # DT_NEEDED: a place in the linked table of names
+                    at += sections[link][4]
+                    found.add(data[at : data.index(b"\0", at)].decode(errors="replace"))
+    return found
 
 
 def defined(path: Path) -> set[str]:
@@ -204,7 +234,15 @@ def check_device(image: Image, paths: list[Path]) -> Iterator[Finding]:
                 "Take both from one wheel.",
             )
     for path in extensions(image, paths):
-        for version in sorted(linked(path) - {wanted}):
+        found = linked(path)
+        # V1 is made of that device code; V2 needs none of it.
+        if not found and image.expect["buffer"] == "Buffer":
+            yield Finding(
+                "nvshmem-device",
+                f"{path.name} does not say which device code it holds: it is stripped",
+                "Build DeepEP without strip, so that its NVSHMEM can be read.",
+            )
+        for version in sorted(found - {wanted}):
             yield Finding(
                 "nvshmem-device",
                 f"{path.name} holds device code of {version}, the host library is {wanted}",
@@ -216,7 +254,8 @@ def linked(path: Path) -> set[str]:
     """The NVSHMEM versions whose device code is linked into an extension: its headers leave this
     constant in every object that uses them (seen with 3.6.5 and 3.7.0, 2026-11-30)."""
     found = [s.content for s in symbols(path, 2) if s.name.endswith("nvshmemi_device_lib_version")]
-    return {".".join(map(str, struct.unpack("<3i", each))) for each in found if each}
+    with _elf(path):
+        return {".".join(map(str, struct.unpack("<3i", each))) for each in found if each}
 
 
 def _header_version(header: Path) -> str:
@@ -247,7 +286,7 @@ def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
         # No build has a driver, and the guard's own import binds lazily, so a link without -lcuda
         # shows on the first GPU only: "undefined symbol: cuMemAddressFree" (2x H200, 2026-11-30).
         driver = sorted(name for name in asked if re.match(r"cu[A-Z]", name))
-        if driver and not holds(path, b"libcuda.so.1"):
+        if driver and "libcuda.so.1" not in needed(path):
             yield Finding(
                 "symbols",
                 f"{path.name} calls the driver ({driver[0]}) and does not ask for libcuda.so.1",

@@ -16,10 +16,10 @@ EXPECT = {
 }
 
 
-def library(path: Path, source: str) -> None:
-    """Compile C into a shared library that may lack symbols."""
+def library(path: Path, source: str, *links: str) -> None:
+    """Compile C into a shared library that may lack symbols, with more words for the linker."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-o", str(path), *links]
     subprocess.run(command, input=source, text=True, check=True)
 
 
@@ -35,7 +35,8 @@ def linked(*version: int) -> str:
     """A DeepEP extension: what it asks NCCL and NVSHMEM for, and what device code is in it."""
     numbers = ", ".join(map(str, version))
     return (
-        f"static const struct {{ int v[3]; }} nvshmemi_device_lib_version = {{{{ {numbers} }}}};"
+        f"static const struct {{ int v[{len(version)}]; }}"
+        f" nvshmemi_device_lib_version = {{{{ {numbers} }}}};"
         "void ncclGetVersion(void); void nvshmem_my_pe(void);"
         "const void *f(void) { ncclGetVersion(); nvshmem_my_pe();"
         " return &nvshmemi_device_lib_version; }"

@@ -86,8 +86,14 @@ def symbol_nobody_offers(root: Path) -> None:
 def driver_not_asked_for(root: Path) -> None:
     library(
         root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so",
+        # The name stands in the file, and the loader is asked for nothing.
+        'const char a[] = "libcuda.so.1";'
         "void cuMemAddressFree(void); void f(void) { cuMemAddressFree(); }",
     )
+
+
+def constant_of_another_shape(root: Path) -> None:
+    library(root / SITE / "deep_ep/_C.cpython-312-x86_64-linux-gnu.so", linked(3, 6, 5, 0))
 
 
 def missing_plugin(root: Path) -> None:
@@ -127,6 +133,7 @@ def dangling_loader_path(root: Path) -> None:
         (device_of_another_version, {"nvshmem-device"}),
         (deepep_linked_with_another_version, {"nvshmem-device"}),
         (cut_short, {"unreadable"}),
+        (constant_of_another_shape, {"unreadable"}),
         (symbol_nobody_offers, {"symbols"}),
         (driver_not_asked_for, {"symbols"}),
         (missing_plugin, {"one-plugin"}),
@@ -185,6 +192,37 @@ def test_a_stripped_deepep_does_not_say_what_it_was_linked_with(
     subprocess.run(["strip", str(tmp_path / "_C.so")], check=True)
     assert guard.linked(tmp_path / "_C.so") == set()
     assert "f" in guard.defined(tmp_path / "_C.so")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "strip", "rules"),
+    [
+        ("Buffer", False, set()),
+        ("Buffer", True, {"nvshmem-device"}),
+        ("ElasticBuffer", True, set()),  # V2 has no NVSHMEM device code to tell of
+    ],
+)
+def test_a_stripped_v1_extension_is_no_proof_of_one_nvshmem(
+    clean: Path, tmp_path: Path, buffer: str, strip: bool, rules: set[str]
+) -> None:
+    root = tmp_path / "image"
+    shutil.copytree(clean, root, symlinks=True)
+    (extension,) = (root / SITE / "deep_ep").glob("_C.*")
+    if strip:
+        subprocess.run(["strip", str(extension)], check=True)
+    assert judged(root, {**EXPECT, "buffer": buffer}) == rules
+
+
+def test_an_extension_that_has_the_driver_loaded_may_call_it(clean: Path, tmp_path: Path) -> None:
+    root = tmp_path / "image"
+    shutil.copytree(clean, root, symlinks=True)
+    stub = tmp_path / "libcuda.so.1"
+    library(stub, "void cuMemAddressFree(void) {}", "-Wl,-soname,libcuda.so.1")
+    (extension,) = (root / SITE / "deep_ep").glob("_C.*")
+    source = "void cuMemAddressFree(void); void g(void) { cuMemAddressFree(); }"
+    library(extension, linked(3, 6, 5) + source, "-Wl,--no-as-needed", str(stub))
+    assert "libcuda.so.1" in guard.needed(extension)
+    assert judged(root) == set()
 
 
 def test_file_names_decide_and_not_substrings() -> None:
