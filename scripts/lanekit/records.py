@@ -9,6 +9,7 @@ import datetime
 import itertools
 import math
 import os
+import re
 import shlex
 from array import array
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ RECORDS: Final = "profile_export.jsonl"
 FAULTS: Final = 20  # shown of a load point
 EPOCHS: Final = (946_684_800 * 10**9, 4_102_444_800 * 10**9)  # ns: 2000 to 2100, no clock's others
 ROUNDED: Final = 5e-6  # s: a summary states its start and end to the microsecond
+WATCHED: Final = 0.25  # s more than the benchmark: 2 to 19 ms in 41 load points (2026-11-30)
 RECORD_LIMIT: Final = 4 << 20  # a record of 10^5 tokens with its chunk latencies is about 2 MB
 RECORDS_LIMIT: Final = 1 << 19  # of one load point: 110 MB while they are sorted (2026-11-30)
 
@@ -198,16 +200,23 @@ class _Summary(msgspec.Struct, frozen=True):
     def rate(self, metric: _Metric) -> float | None:
         """A rate over the time from the first request to the last token. From 0.12 on AIPerf states
         it over the time that it watched, its start_time to its end_time: 2 % longer in a load point
-        of 0.8 s (0.13.0, 2026-11-30)."""
+        of 0.8 s (0.13.0, 2026-11-30). A shorter time, or an older AIPerf's, makes no rate higher.
+        """
         tokens, lasted = self.total_output_tokens.avg, self.benchmark_duration.avg
         stated, start, end = (
             self.output_token_throughput.avg, _time(self.start_time), _time(self.end_time),
         )  # fmt: skip
-        if metric.avg and tokens and stated and lasted and start and end:
+        if metric.avg and tokens and stated and lasted and start and end and self.watches():
             over = tokens / stated
-            if abs(over - (end - start).total_seconds()) < ROUNDED:
+            longer = -ROUNDED < over - lasted < WATCHED
+            if longer and abs(over - (end - start).total_seconds()) < ROUNDED:
                 return metric.avg * over / lasted
         return metric.avg
+
+    def watches(self) -> bool:
+        """Whether this AIPerf states its rates over the time that it watched: from 0.12 on."""
+        found = re.match(r"(\d{1,4})\.(\d{1,4})\b", self.aiperf_version or "")
+        return found is not None and (int(found[1]), int(found[2])) >= (0, 12)
 
 
 _PER_RECORD: Final = (

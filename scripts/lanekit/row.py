@@ -18,7 +18,7 @@ from lanekit.contract import Severity
 from lanekit.errors import ConfigError
 from lanekit.given import Given
 from lanekit.manifest import Manifest, Row
-from lanekit.plan import FILES, OPTION, Plan, public
+from lanekit.plan import FILES, INHERITED, OPTION, Plan, public
 from lanekit.plan import options as options_of
 from lanekit.reading import array, table
 from lanekit.verdict import Check, Outcome
@@ -89,6 +89,10 @@ def said(manifest: Manifest, known: spec.Lane | None) -> Iterator[str]:
     given = table(manifest.plan.get("extra_env"))
     if given:
         yield f"with ENV=: {_listed(f'{name}={value}' for name, value in given.items())}"
+    ambient = {name: value for name, value in _inherited(manifest).items()
+               if name.startswith("NCCL_") and name not in given}  # fmt: skip
+    if ambient:
+        yield f"inherited: {_listed(f'{name}={value}' for name, value in ambient.items())}"
     if manifest.git.get("dirty") == "yes":
         yield "run from a checkout with changes that no commit holds"
 
@@ -231,11 +235,16 @@ def started(manifest: Manifest) -> dict[str, Given]:
     return {
         log: Given(
             {name: value for name, value in own.items() if name.startswith(OPTION)},
-            {**manifest.environment, **own},
+            {**_inherited(manifest), **own},
         )
         for log, program in _programs(manifest.plan)
         for own in (given(program),)
     }
+
+
+def _inherited(manifest: Manifest) -> dict[str, str]:
+    """What the run took from its surroundings: a manifest that names more excuses no variable."""
+    return {name: value for name, value in manifest.environment.items() if name in INHERITED}
 
 
 def clock(manifest: Manifest) -> load.Run | None:

@@ -11,7 +11,7 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from lanekit import contract, given, judge, planning, spec
+from lanekit import contract, drop, given, judge, planning, row, spec
 from lanekit.plan import Plan, public
 from lanekit.verify import verify
 
@@ -190,3 +190,14 @@ def test_a_line_made_to_take_long_does_not(piece: str) -> None:
     """As long as a line is looked at: by the square it would be a minute."""
     said = "'" + piece * (200_000 // len(piece))
     assert list(given.options(said, PLANNED, USUAL))
+
+
+def test_a_manifest_excuses_no_variable_that_no_run_takes_from_its_surroundings() -> None:
+    """A log with NCCL_ALGO=Ring was proven once the manifest's own environment said so."""
+    held = drop.read(RESULTS / "20261130T154924Z-h200x2-vllm-epnc1")
+    ambient = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+    made = msgspec.structs.replace(held, environment=ambient)
+    taken = row.started(made)["logs/host-1-server.log"].variables
+    assert given.variable("NCCL_NVLS_ENABLE", "0", taken, {}) == ""
+    assert given.variable("NCCL_ALGO", "Ring", taken, {}) == "NCCL_ALGO Ring, planned nothing"
+    assert "inherited: NCCL_NVLS_ENABLE=0" in row.said(made, row.lane(made.row))
