@@ -5,11 +5,13 @@ every source its place. PLAN=1 prints exactly what bake would be given.
 """
 
 import contextlib
+import difflib
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -57,7 +59,7 @@ def roots(environ: Mapping[str, str]) -> Roots:
     Raises:
         ConfigError: one names a file or folder that is not there, or what no recipe takes so.
     """
-    sources = _named(environ, "SRC_")
+    sources = _taken(_named(environ, "SRC_"))
     found = Roots(
         base_image=environ.get("BASE_IMAGE", ""),
         sources=sources,
@@ -69,26 +71,35 @@ def roots(environ: Mapping[str, str]) -> Roots:
     for option, value in {**named, "CA_BUNDLE": found.ca, "PIP_CONFIG": found.pip}.items():
         if value and not Path(value).exists():
             raise ConfigError(f"{option}: {value} is not there", remedy="Give a path that exists.")
-    _require_taken(sources)
     return found
 
 
-def _require_taken(sources: Mapping[str, str]) -> None:
-    """Refuse a source that would be ignored, and the public root silently taken in its place."""
-    takes = {source for name in targets() for source in _sources(_recipe(name))}
-    wheels = {source for source in takes if source.endswith("_wheel")}
+def _taken(sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources that recipes take. One that was meant for them and would be ignored is refused,
+    else the public root is silently taken in its place; another program's variable is passed over.
+    """
+    takes = sorted({source for name in targets() for source in _sources(_recipe(name))})
     for source, place in sources.items():
-        if source not in takes:
-            known = ", ".join(f"SRC_{each.upper()}" for each in sorted(takes))
+        option = f"SRC_{source.upper()}"
+        near = source in pins.load().pin or difflib.get_close_matches(source, takes)
+        if source not in takes and near:
             raise ConfigError(
-                f"SRC_{source.upper()}: no image takes such a source",
-                remedy=f"Unset it, or name one of {known}.",
+                f"{option}: no image takes such a source",
+                remedy=f"Unset it, or name one of {_options(takes)}.",
             )
-        if source in wheels and _is_url(place):
+        if source not in takes:
+            told = f"{option} is passed over: no image takes such a source, but {_options(takes)}"
+            print(told, file=sys.stderr)
+        if source in takes and source.endswith("_wheel") and _is_url(place):
             raise ConfigError(
-                f"SRC_{source.upper()}: {place} is a URL, and no checksum of it is pinned",
+                f"{option}: {place} is a URL, and no checksum of it is pinned",
                 remedy="Fetch the wheel, check it, and give its folder.",
             )
+    return {source: place for source, place in sources.items() if source in takes}
+
+
+def _options(takes: Iterable[str]) -> str:
+    return ", ".join(f"SRC_{each.upper()}" for each in takes)
 
 
 def _named(environ: Mapping[str, str], prefix: str) -> dict[str, str]:

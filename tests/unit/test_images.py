@@ -282,12 +282,22 @@ def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
     ("option", "value", "said"),
     [
         ("SRC_DEEPEP", "https://git.example/DeepEP.git", "no image takes such a source"),
+        ("SRC_GDRCPY", ".", "no image takes such a source"),
+        ("SRC_NVSHMEM", ".", "no image takes such a source"),  # a pin that comes from a lock
         ("SRC_DEEPEP_WHEEL", "https://mirror.example/deep_ep.whl", "is a URL"),
     ],
 )
 def test_a_source_that_would_be_ignored_is_refused(option: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"{option}: .*{said}"):
         images.roots({option: value})
+
+
+def test_another_programs_variable_stops_no_build_and_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = images.roots({"SRC_DIR": "/nowhere/at/all", "SRC_EFA": str(tmp_path)})
+    assert given.sources == {"efa": str(tmp_path)}
+    assert "SRC_DIR is passed over" in capsys.readouterr().err
 
 
 def test_an_unknown_image_names_the_known_ones() -> None:
