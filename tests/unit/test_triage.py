@@ -102,6 +102,21 @@ def test_sglang_that_turned_virtual_memory_off_is_told_what_to_set() -> None:
     assert "Set NCCL_CUMEM_ENABLE=1: SGLang sets 0" in triage.text(found)
 
 
+@pytest.mark.parametrize(
+    ("line", "others"),
+    [
+        (MET["no-symmetric-memory"], ("windows are switched off, or", "NCCL_WIN_ENABLE=0", "p2p")),
+        (MET["driver-not-linked"], ("or the driver is older", "install a newer driver")),
+    ],
+)
+def test_a_message_of_several_causes_is_told_with_each(
+    tmp_path: Path, line: str, others: tuple[str, ...]
+) -> None:
+    told = " ".join(said(write(tmp_path / "server.log", *TRACE[:2], line)).split())
+    for each in others:
+        assert each in told
+
+
 @pytest.mark.parametrize("name", ["deepep_v2-eager", "allgather-graph"])
 def test_sound_logs_have_no_failure(name: str) -> None:
     found = triage.triage(LOGS / f"h200x2-vllm-{name}.log.gz")
