@@ -185,9 +185,10 @@ def _unmeasured() -> str:
     """The rows of this checkout without a drop, by what keeps them."""
     kept: dict[str, list[str]] = {}
     for entry in lanes.entries():
-        if entry.measured is None or entry.failing is not None:
-            kept.setdefault(entry.state, []).append(
-                f"{entry.lane}/{entry.arm} on {entry.profile}"
+        if entry.lacking or entry.failing is not None:
+            cells = f" ({','.join(entry.lacking)})" if entry.measured and not entry.failing else ""
+            kept.setdefault(entry.waits, []).append(
+                f"{entry.lane}/{entry.arm} on {entry.profile}{cells}"
                 + (f" ({entry.detail})" if entry.failing else "")
             )
     text = "\n## Not measured here\n\n"

@@ -79,13 +79,24 @@ def driver(known: spec.Lane | None, plan: Mapping[str, Any]) -> object:
     return known.workload.driver if known else plan.get("driver")
 
 
+def models_own(manifest: Manifest, known: spec.Lane | None) -> bool:
+    """Whether a drop is of its lane's own model."""
+    return known is None or _source(manifest) == _lane_s(manifest, known)
+
+
+def _source(manifest: Manifest) -> object:
+    return table(manifest.plan.get("model")).get("source")
+
+
+def _lane_s(manifest: Manifest, known: spec.Lane) -> str:
+    return (known.profiles[manifest.row.profile].model or known.model).source
+
+
 def said(manifest: Manifest, known: spec.Lane | None) -> Iterator[str]:
     """What no check decides, and a reader must know."""
-    if known:
-        lane_s = (known.profiles[manifest.row.profile].model or known.model).source
-        source = table(manifest.plan.get("model")).get("source")
-        if source != lane_s:
-            yield f"with MODEL=: {_shown(source)}, the lane has {lane_s}"
+    if known and not models_own(manifest, known):
+        source, lane_s = _source(manifest), _lane_s(manifest, known)
+        yield f"with MODEL=: {_shown(source)}, the lane has {lane_s}"
     given = table(manifest.plan.get("extra_env"))
     if given:
         yield f"with ENV=: {_listed(f'{name}={value}' for name, value in given.items())}"

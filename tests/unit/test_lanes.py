@@ -1,6 +1,7 @@
 """The list of lanes, and the README that shows it."""
 
 import datetime
+import shutil
 from pathlib import Path
 
 import drops
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 
 from lanekit import lanes, paths, spec
+from lanekit.drop import read as drops_read
 from lanekit.errors import ConfigError
 
 
@@ -25,15 +27,15 @@ def test_a_readme_without_markers_is_refused() -> None:
 
 def test_only_committed_drops_count_for_the_readme() -> None:
     tracked = {path.name for path in lanes.tracked()}
-    found = {e.measured.drop for e in lanes.entries(committed=True) if e.measured}
+    found = {m.drop for e in lanes.entries(committed=True) for m in e.measured}
     assert found
     assert found <= tracked
 
 
 def test_no_arm_is_called_failing_that_has_been_proven_since() -> None:
     for entry in lanes.entries(committed=True):
-        if entry.failing and entry.measured and entry.measured.result == "proven":
-            assert entry.measured.day <= str(entry.failing.since), f"{entry}: drop known_failing"
+        proven = [m for m in entry.measured if entry.failing and m.result == "proven"]
+        assert all(m.day <= str(entry.failing.since) for m in proven if entry.failing), entry
 
 
 def found(lane: str, arm: str, profile: str) -> lanes.Entry:
@@ -51,23 +53,54 @@ def test_a_row_without_a_drop_says_what_it_needs(checkout: Path) -> None:
 def test_a_row_with_a_drop_says_when_and_what_it_proves_today(checkout: Path) -> None:
     drops.drop(checkout / "results" / "one", "cpu")
     entry = found("vllm", "floor", "cpu")
-    assert entry.detail == "run here 2026-11-30: proven (one)"
+    others = ",".join(entry.lacking)
+    assert set(entry.lacking) == set(drops.CELLS) - {"c4"}
+    assert entry.detail == f"run here c4 2026-11-30: proven (one); not run: {others}"
+    assert entry.state == f"run here: proven, but not {others}"
     assert "vllm/floor" in lanes.text()
-    assert f"{len(drops.CELLS)} run here: proven" in lanes.text()
+    assert ", 1 run here: proven" in lanes.text()
 
 
 @pytest.mark.usefixtures("known_lanes")
 def test_a_drop_that_no_longer_holds_is_shown_as_refuted(checkout: Path) -> None:
     folder = drops.drop(checkout / "results" / "one", "cpu")
     (folder / "logs" / "here-server.log").write_text("other\n")
-    assert found("vllm", "floor", "cpu").state == "run here: refuted"
+    assert found("vllm", "floor", "cpu").measured[0].result == "refuted"
 
 
 @pytest.mark.usefixtures("known_lanes")
 def test_the_newest_drop_of_a_row_speaks_for_it(checkout: Path) -> None:
     drops.drop(checkout / "results" / "new", "cpu", lambda log: log[:1])
     drops.drop(checkout / "results" / "old", "cpu", started="2026-11-29T11:00:00.000+00:00")
-    assert found("vllm", "floor", "cpu").measured == lanes.Measured("new", "2026-11-30", "refuted")
+    assert found("vllm", "floor", "cpu").measured == (
+        lanes.Measured("new", "2026-11-30", "refuted", ("c4",)),
+    )
+
+
+@pytest.mark.usefixtures("known_lanes")
+def test_a_drop_of_another_model_speaks_only_where_no_other_does(checkout: Path) -> None:
+    """The lane's own model is what its row promises (2026-11-30)."""
+    results = checkout / "results"
+    source = spec.lane("vllm").model.source
+    drops.drop(results / "own", "cpu", plan={"model": {"source": source}},
+               started="2026-11-29T11:00:00.000+00:00")  # fmt: skip
+    drops.drop(results / "new", "cpu", plan={"model": {"source": "x/y"}})
+    (other,) = found("vllm", "floor", "cpu").measured
+    assert other.drop == "own"
+    shutil.rmtree(results / "own")
+    (other,) = found("vllm", "floor", "cpu").measured
+    assert other.drop == "new"
+
+
+def test_a_row_s_cells_are_of_the_drops_that_hold_them() -> None:
+    held = {(e.lane, e.arm, e.profile): e for e in lanes.entries(committed=True)}
+    exchanged = held["micro", "v1-ht", "h200x2"]
+    assert [m.cells for m in exchanged.measured] == [("decode",), ("sweep",)]
+    assert exchanged.state == "run here: proven"
+    for entry in held.values():
+        for each in entry.measured:
+            holds = drops_read(paths.RESULTS / each.drop).row.cells
+            assert set(each.cells) <= set(holds), each
 
 
 @pytest.mark.usefixtures("known_lanes")
