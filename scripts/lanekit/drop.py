@@ -194,19 +194,38 @@ def git() -> dict[str, str]:
     """Commit and cleanliness of the checkout, or of the one a bundle was made from; else empty.
 
     A bundle that was changed since is as unclean as a checkout is: until 2026-11-30 it said what
-    it was made from, and a line edited on the machine with the GPUs left no trace.
+    it was made from, and a line edited or a file added on the machine with the GPUs left no trace.
     """
     with contextlib.suppress(OSError, msgspec.DecodeError):
         text = (paths.ROOT / paths.PROVENANCE).read_bytes()
         known = msgspec.json.decode(text, type=Provenance)
         kept = all(_still(paths.ROOT / name, was) for name, was in known.files.items())
+        kept = kept and _carried() <= known.files.keys()
         return known.git if kept else known.git | {"dirty": "yes"}
+    commit, dirty = asked_of_git("rev-parse", "HEAD"), asked_of_git("status", "--porcelain", "-uno")
+    if commit is None or dirty is None:
+        return {}
+    return {"commit": commit, "dirty": "yes" if dirty else "no"}
+
+
+def asked_of_git(*words: str) -> str | None:
+    """What git says of this checkout; None where git, the checkout or the thing is missing, and
+    where another repository holds this folder: its commit and its remote are not ours."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         ask = ("git", "-C", str(paths.ROOT))
-        commit = subprocess.check_output((*ask, "rev-parse", "HEAD"), text=True, stderr=-3)
-        dirty = subprocess.check_output((*ask, "status", "--porcelain", "-uno"), text=True)
-        return {"commit": commit.strip(), "dirty": "yes" if dirty.strip() else "no"}
-    return {}
+        said = [
+            subprocess.check_output((*ask, *each), text=True, stderr=subprocess.DEVNULL).strip()
+            for each in (("rev-parse", "--show-prefix"), words)
+        ]
+        return None if said[0] else said[1]
+    return None
+
+
+def _carried() -> set[str]:
+    """What stands in a bundle's folders that a run reads from; Python's own caches aside."""
+    found = (p for name in ("scripts", "lanes", "patches") for p in (paths.ROOT / name).rglob("*"))
+    files = (p.relative_to(paths.ROOT) for p in found if p.is_symlink() or not p.is_dir())
+    return {p.as_posix() for p in files if "__pycache__" not in p.parts}
 
 
 def _still(path: Path, was: str) -> bool:

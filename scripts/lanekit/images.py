@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -180,21 +179,13 @@ def checkout() -> dict[str, str]:
     """
     known = drop.git()
     changed = known.get("dirty") == "yes"
-    remote = re.fullmatch(_REMOTE, _git("remote", "get-url", "origin"))
+    remote = re.fullmatch(_REMOTE, drop.asked_of_git("remote", "get-url", "origin") or "")
     told = {
         "source": f"https://{remote[1]}/{remote[2].removesuffix('.git')}" if remote else "",
         "revision": known.get("commit", "") + ("-dirty" if changed else ""),
-        "created": "" if changed or not known else _git("log", "-1", "--format=%cI"),
+        "created": "" if changed or not known else drop.asked_of_git("log", "-1", "--format=%cI"),
     }
     return {f"{_OCI}.{name}": value for name, value in told.items() if value}
-
-
-def _git(*words: str) -> str:
-    """What git says of this checkout; nothing where git, the checkout or the thing is missing."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        ask = ("git", "-C", str(paths.ROOT), *words)
-        return subprocess.check_output(ask, text=True, stderr=subprocess.DEVNULL).strip()
-    return ""
 
 
 def _filled(

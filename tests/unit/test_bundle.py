@@ -226,11 +226,21 @@ def test_install_and_run_a_command(
     said = subprocess.run([python, "-c", code], text=True, capture_output=True, check=True).stdout
     assert said.startswith(f"42 {tmp_path}/lane/env/lanekit/")
     tree = tmp_path / "lane" / "bundle" / "tree"
-    noted = json.loads((tree / paths.PROVENANCE).read_text())["git"]
-    assert set(noted) == {"commit", "dirty"}
+    carried = json.loads((tree / paths.PROVENANCE).read_text())
+    assert set(carried["git"]) == {"commit", "dirty"}
+    noted = carried["git"] | {"dirty": "no"}  # also where this test's own checkout is changed
+    (tree / paths.PROVENANCE).write_text(json.dumps(carried | {"git": noted}))
     monkeypatch.setattr(paths, "ROOT", tree)
     assert drop.git() == noted
     (tree / "results/RESULTS.md").write_text("renewed by a run\n")
+    assert drop.git() == noted
+    (tree / "scripts/lanekit/__pycache__").mkdir(exist_ok=True)
+    (tree / "scripts/lanekit/__pycache__/row.pyc").write_text("")
+    assert drop.git() == noted
+    for added in ("scripts/lanekit/newhook.py", "patches/9999-x.patch", "lanes/micro/x.py"):
+        (tree / added).write_text("")
+        assert drop.git() == noted | {"dirty": "yes"}
+        (tree / added).unlink()
     assert drop.git() == noted
     with (tree / "lanes/micro/ep_bench.py").open("a") as file:
         file.write("# a line edited there\n")

@@ -10,7 +10,18 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from lanekit import cli, contents, image_commands, images, paths, pins, programs, registry, sbom
+from lanekit import (
+    cli,
+    contents,
+    drop,
+    image_commands,
+    images,
+    paths,
+    pins,
+    programs,
+    registry,
+    sbom,
+)
 from lanekit.errors import ConfigError, ImageFailed
 
 DIGEST = "sha256:" + "0123456789ab" + "c" * 52
@@ -209,6 +220,18 @@ def test_a_tree_without_git_names_no_commit(
 ) -> None:
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     assert images.checkout() == {}
+
+
+def test_a_tree_inside_another_repository_takes_neither_its_commit_nor_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _clone(tmp_path, "https://github.com/me/mine")
+    (tmp_path / "lanes").mkdir()
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "lanes")
+    assert drop.git() == {}
+    assert images.checkout() == {}
+    with pytest.raises(ConfigError, match="no registry was named"):
+        registry.default()
 
 
 def test_a_file_that_was_taken_without_a_checksum_is_named_after_every_build(
