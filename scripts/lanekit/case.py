@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import datetime
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -596,7 +597,8 @@ def judged(
     serve = _serve_logs(subject)
     evidence = logs.read(serve, (*rules, RATE), facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
-    checks += _rate(loads, evidence, facts)
+    due = any(bound.id == "vllm-options" for bound in rules)
+    checks += _rate(loads, evidence, facts, due=due)
     checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
     checks += [judge.hook_clock(evidence, run.window)] if run and evidence.armed else []
     checks = _excused(subject, [_short(check) for check in checks])
@@ -622,28 +624,46 @@ def judged(
     )
 
 
-def _rate(loads: Sequence[Load], evidence: judge.Logs, facts: Facts) -> list[Check]:
-    """The check of the server's own rate, where one server alone said any."""
+def _rate(loads: Sequence[Load], evidence: judge.Logs, facts: Facts, *, due: bool) -> list[Check]:
+    """The check of the server's own rate, where one server alone said any. due: it is one that
+    does, so that of a long load point its rates may not be absent."""
     said = [(x, dict(x.evidence.values)) for x in evidence.lines.get(RATE.id, ())]
-    if not loads or not said or facts.apart:
+    every = _every(facts)
+    due = due and loading.lasting(loads, every)
+    if not loads or facts.apart or not (said or due):
         return []
-    rates = [(values["at"], float(values["rate"]) * x.evidence.count) for x, values in said]
-    outcome, actual = loading.server_rate(loads, rates)
+    rates = [
+        (values["at"], values["engine"], float(values["rate"]))
+        for x, values in said
+        for _ in range(x.evidence.count)
+    ]
+    outcome, actual = loading.server_rate(loads, rates, every)
+    if outcome == "unchecked" and due:
+        actual = "of a load point that was long the server's rates are absent"
     return [
         Check(
             id=RATE.id,
             group="load",
-            severity="noted" if outcome == "unchecked" else "required",
+            severity="noted" if outcome == "unchecked" and not due else "required",
             outcome=outcome,
             why=RATE.rule.why,
             expected=f"within {loading.RATE_TOLERANCE:.0%} of the records, over 40 s and more",
             actual=actual,
-            first=said[0][0].first,
-            last=said[-1][0].last,
-            remedy=RATE.rule.remedy if outcome == "failed" else "",
+            first=said[0][0].first if said else None,
+            last=said[-1][0].last if said else None,
+            remedy="" if outcome == "met" else RATE.rule.remedy,
             source=RATE.rule.source,
         )
     ]
+
+
+def _every(facts: Facts) -> datetime.timedelta:
+    """How often vLLM says its rate: as planned, else every 10 s."""
+    with contextlib.suppress(ValueError, OverflowError):
+        seconds = float((facts.options or {}).get("VLLM_LOG_STATS_INTERVAL", ""))
+        if seconds > 0:
+            return datetime.timedelta(seconds=seconds)
+    return loading.RATE_EVERY
 
 
 def _excused(subject: Subject, checks: Sequence[Check]) -> Sequence[Check]:

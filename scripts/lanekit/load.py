@@ -6,7 +6,7 @@ Pure. A figure is never taken from a summary that its records do not bear out.
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from lanekit import clock, records
@@ -78,45 +78,99 @@ def same_run(loads: Sequence[Load], ends: Sequence[tuple[bytes, bytes]], run: Ru
     return one_time(wrong, absent)
 
 
-def server_rate(loads: Sequence[Load], said: Sequence[tuple[str, float]]) -> tuple[Outcome, str]:
+Tick = tuple[datetime.datetime, float]  # when a server said its rate, and tokens a second
+
+
+def server_rate(
+    loads: Sequence[Load],
+    said: Sequence[tuple[str, str, float]],
+    every: datetime.timedelta = RATE_EVERY,
+) -> tuple[Outcome, str]:
     """Whether a server's own rates bear out the records. said: when, as `MM-DD HH:MM:SS` of the
-    server's clock, and tokens a second of one engine over the time before."""
+    server's clock, which engine, and its tokens a second over the time before. every: how often."""
     told: dict[bool, list[str]] = {True: [], False: []}
-    for x in loads:
-        kept = x.cell.records if x.cell else None
-        if x.cell is None or x.cell.start is None or kept is None or kept.window is None:
-            continue
-        over, claimed = window(*kept.window), kept.figures.tok_s or 0.0
-        ticks = _ticks(said, over.first.year)
-        shifts = (datetime.timedelta(0), _zone(x.cell.start - over.first))
-        inside = max(([r for at, r in ticks if _within(over, at - s)] for s in shifts), key=len)
-        if len(inside) >= RATE_LEAST:
-            mean = sum(inside) / len(inside)
+    there = sorted(((x, *timed) for x in loads if (timed := _timed(x))), key=lambda x: x[1].first)
+    for number, (x, over, zone) in enumerate(there):
+        after = there[number + 1] if number + 1 < len(there) else None
+        ticks = _ticks(said, over.first.year, every)
+        shifts = (datetime.timedelta(0), zone)
+        each = [[(at - s, r) for at, r in ticks] for s in shifts]
+        shown = max(each, key=lambda t: sum(_within(over, at, every) for at, _ in t))
+        inside = [(at, r) for at, r in shown if _within(over, at, every)]
+        told_of = inside[-1][0] - inside[0][0] + every if inside else datetime.timedelta(0)
+        claimed = (x.cell and x.cell.records and x.cell.records.figures.tok_s) or 0.0
+        second = datetime.timedelta(seconds=1)  # stamps say no parts of one
+        if len(inside) >= RATE_LEAST and told_of >= RATE_LEAST * RATE_EVERY - second:
+            mean = sum(r for _, r in inside) * (every / told_of)
             fits = abs(mean - claimed) <= RATE_TOLERANCE * claimed
             told[fits].append(f"{x.name}: {mean:.1f} tok/s, its records {claimed:.1f}")
+        if len({*shifts}) == 1 and (why := _busy(x, over, after, shown, every)):
+            told[False].append(f"{x.name}: {why}")
     if told[False] or told[True]:
         return ("failed" if told[False] else "met"), "; ".join(told[False] or told[True])
     return "unchecked", "no load point lasted long enough"
 
 
-def _ticks(said: Sequence[tuple[str, float]], year: int) -> list[tuple[datetime.datetime, float]]:
+def _timed(x: Load) -> tuple[Window, datetime.timedelta] | None:
+    """When a load point was, by its records, and what AIPerf's local clock was ahead of UTC."""
+    kept = x.cell.records if x.cell else None
+    if x.cell is None or x.cell.start is None or kept is None or kept.window is None:
+        return None
+    over = window(*kept.window)
+    return over, _zone(x.cell.start - over.first)
+
+
+def _busy(
+    x: Load,
+    over: Window,
+    after: tuple[Load, Window, datetime.timedelta] | None,
+    ticks: Sequence[Tick],
+    every: datetime.timedelta,
+) -> str:
+    """How a server went on with a load point that was over by its records: it made more tokens
+    before the next one began than that one warms up with. Records whose times are all shorter are
+    else held to too few rates (2026-11-30)."""
+    if x.command is None:  # a stranger's server may serve others
+        return ""
+    warm = (after[0].command or {}).get("--warmup-request-count", "0") if after else "0"
+    known = (int(warm) if warm.isdecimal() else 0) * ((after and after[0].osl) or 0)
+    begin = (over.last or over.first) + SLACK + every / 2  # a stamp may come late
+    end = after[1].first if after else datetime.datetime.max
+    made = sum(r for at, r in ticks if begin <= at - every and at <= end) * every.total_seconds()
+    most = (1 + RATE_TOLERANCE) * known + (x.concurrency or 0)
+    return f"{made:.0f} tokens after it, {known:.0f} to warm up" if made > most else ""
+
+
+def _ticks(
+    said: Sequence[tuple[str, str, float]], year: int, every: datetime.timedelta
+) -> list[Tick]:
     """Rates of all engines together; they speak one after another, perhaps over a second's end."""
-    found: list[tuple[datetime.datetime, float]] = []
-    for text, rate in sorted(said):
+    found: list[Tick] = []
+    spoke: set[str] = set()
+    for text, engine, rate in sorted(said):
         with contextlib.suppress(ValueError):
             at = datetime.datetime.fromisoformat(f"{year}-{text.replace(' ', 'T')}")
-            if found and at - found[-1][0] <= SLACK:
+            if found and engine not in spoke and at - found[-1][0] <= min(SLACK, every / 2):
                 found[-1] = (found[-1][0], found[-1][1] + rate)
+                spoke.add(engine)
             else:
                 found.append((at, rate))
+                spoke = {engine}
     return found
 
 
-def _within(over: Window, at: datetime.datetime) -> bool:
+def _within(over: Window, at: datetime.datetime, every: datetime.timedelta) -> bool:
     """Whether the time that a rate is over lies within a load point; a stamp says no parts of a
     second."""
     second = datetime.timedelta(seconds=1)
-    return over.first + second <= at - RATE_EVERY and at <= (over.last or over.first) + second
+    return over.first + second <= at - every and at <= (over.last or over.first) + second
+
+
+def lasting(loads: Iterable[Load], every: datetime.timedelta) -> bool:
+    """Whether a load point was so long that a server said enough rates of it, by its records."""
+    found = (timed[0] for x in loads if (timed := _timed(x)))
+    least = (RATE_LEAST + 2) * max(every, RATE_EVERY)
+    return any((x.last or x.first) - x.first >= least for x in found)
 
 
 def one_time(wrong: Sequence[str], absent: Sequence[str]) -> Check:

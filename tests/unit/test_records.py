@@ -263,13 +263,18 @@ def test_a_watch_that_ends_early_or_late_makes_no_other_rate(
     assert (not records.disagreements(edited(folder, tmp_path, **said))) is agrees
 
 
-def said(rate: float, *, ticks: int = 6, zone: int = 0) -> list[tuple[str, float]]:
+def said(
+    rate: float, *, ticks: int = 6, zone: int = 0, step: int = 10
+) -> list[tuple[str, str, float]]:
     """Rates of two engines, each half, over a minute from START on, across the ends of seconds."""
     begin = datetime.datetime.fromtimestamp(START, datetime.UTC) + datetime.timedelta(hours=zone)
-    times = [begin + datetime.timedelta(seconds=10 * n + 10) for n in range(ticks)]
+    times = [begin + datetime.timedelta(seconds=step * n + step) for n in range(ticks)]
     second = datetime.timedelta(seconds=1)
     pairs = [(at, at + second * (n % 2)) for n, at in enumerate(times)]
-    return [(f"{at:%m-%d %H:%M:%S}", rate / 2) for pair in pairs for at in pair]
+    stamps = [[f"{at:%m-%d %H:%M:%S}" for at in pair] for pair in pairs]
+    return [
+        (at, engine, rate / 2) for pair in stamps for at, engine in zip(pair, "01", strict=True)
+    ]
 
 
 def a_minute(root: Path, *, zone: int = 0) -> Load:
@@ -293,15 +298,31 @@ def a_minute(root: Path, *, zone: int = 0) -> Load:
         (said(140.0), "failed"),
         (said(60.0, ticks=3), "unchecked"),  # nothing much can be said
         (said(60.0, zone=3), "unchecked"),  # of another time
-        ([("13-41 99:99:99", 60.0)], "unchecked"),
+        ([("13-41 99:99:99", "0", 60.0)], "unchecked"),
         ([], "unchecked"),
     ],
 )
 def test_a_server_s_own_rate_bears_out_a_load_point_that_lasted(
-    tmp_path: Path, rates: list[tuple[str, float]], outcome: str
+    tmp_path: Path, rates: list[tuple[str, str, float]], outcome: str
 ) -> None:
     assert server_rate([a_minute(tmp_path)], rates)[0] == outcome
 
 
 def test_a_server_s_clock_may_be_local(tmp_path: Path) -> None:
     assert server_rate([a_minute(tmp_path, zone=3)], said(60.0, zone=3))[0] == "failed"
+
+
+@pytest.mark.parametrize(("rate", "outcome"), [(100.0, "met"), (60.0, "failed")])
+@pytest.mark.parametrize("every", [1, 5, 20])
+def test_a_server_may_say_its_rate_more_often_or_less(
+    tmp_path: Path, every: int, rate: float, outcome: str
+) -> None:
+    """Each second by VLLM_LOG_STATS_INTERVAL=1: rates of one engine were added up."""
+    ticks = said(rate, ticks=240 // every, step=every)
+    held = a_minute(tmp_path)
+    assert held.cell is not None
+    assert held.cell.records is not None
+    kept = dataclasses.replace(held.cell.records, window=(START, START + 240.0))
+    held = dataclasses.replace(held, cell=dataclasses.replace(held.cell, records=kept))
+    interval = datetime.timedelta(seconds=every)
+    assert server_rate([held], ticks, interval)[0] == outcome

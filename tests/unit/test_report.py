@@ -110,6 +110,37 @@ def test_a_row_is_not_made_faster_than_its_server_counted(
     assert found["server-rate"] == ("failed" if failed else "met")
 
 
+@pytest.mark.parametrize(
+    ("factor", "cut", "result"), [(0.2, False, "refuted"), (0.5, True, "no verdict")]
+)
+def test_a_row_is_not_made_so_fast_that_its_server_has_nothing_to_say(
+    tmp_path: Path, factor: float, cut: bool, result: str
+) -> None:
+    """Fewer than four rates within a load point, or none at all in the log (2026-11-30)."""
+    drop = Path(shutil.copytree(next(paths.RESULTS.glob("20261130T154924Z-*")), tmp_path / "d"))
+    for cell in (drop / "aiperf").iterdir():
+        faster(cell, factor)
+    if cut:
+        log = drop / "logs" / "host-1-server.log"
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(x for x in lines if "Avg generation" not in x))
+    manifest = json.loads((drop / "manifest.json").read_text())
+    off = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+    manifest["plan"]["extra_env"] = dict(zip(off, "011", strict=True))  # as its services have them
+    (drop / "manifest.json").write_text(json.dumps(manifest))
+    found = verify.verify(drops.seal(drop))
+    (rate,) = [each for each in found.checks if each.id == "server-rate"]
+    assert (found.result, rate.severity) == (result, "required")
+    wrong = {x.id for x in found.checks if x.outcome != "met" and x.severity == "required"}
+    assert wrong == {"server-rate"}
+
+
+def test_engines_with_logs_of_their_own_are_not_added_up() -> None:
+    """Each of them says its own rate of a load that all of them carried."""
+    (apart,) = paths.RESULTS.glob("*-cpu-llmd-router")
+    assert "server-rate" not in {each.id for each in verify.verify(apart).checks}
+
+
 def test_a_row_of_another_model_than_the_lane_s_says_so() -> None:
     (small,) = paths.RESULTS.glob("20261130T154035Z-*")
     assert any(x.startswith("with MODEL=: built:qwen3-moe-4l") for x in verify.verify(small).said)
