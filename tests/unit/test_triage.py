@@ -105,7 +105,10 @@ def test_sglang_that_turned_virtual_memory_off_is_told_what_to_set() -> None:
 @pytest.mark.parametrize(
     ("line", "others"),
     [
-        (MET["no-symmetric-memory"], ("windows are switched off, or", "NCCL_WIN_ENABLE=0", "p2p")),
+        (
+            MET["no-symmetric-memory"],
+            ("windows are switched off, or", "NCCL_WIN_ENABLE=0", "no GIN", "p2p"),
+        ),
         (MET["driver-not-linked"], ("or the driver is older", "install a newer driver")),
     ],
 )
