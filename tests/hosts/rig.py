@@ -241,8 +241,34 @@ def _mounts() -> list[str]:
 
 
 @contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Be ended by SIGTERM and SIGHUP as by Ctrl-C, through every `finally`: daemons in sessions of
+    their own outlive a process that just dies. While it ends, a second one is ignored."""
+
+    def end(*_: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
 def up(*, links: bool = True) -> Iterator[Rig]:
     """Both hosts, running; gone afterwards, with every process, mount, link and namespace."""
+    with _ending(), _up(links=links) as rig:
+        yield rig
+
+
+@contextlib.contextmanager
+def _up(*, links: bool) -> Iterator[Rig]:
     root = Path(tempfile.mkdtemp(prefix=f"{OURS}-"))
     sides = tuple(Side(f"lanes-{n}", f"{NET}.{i}", root / n) for i, n in ((1, "a"), (2, "b")))
     rig = Rig(root, (sides[0], sides[1]))
