@@ -362,6 +362,7 @@ def execute(plan: Plan, progress: Progress) -> drops.Drop:
         facts = doctor.require(plan, progress.say) if ours else {}
         _require_programs(plan, made=False)
         _require_series(plan, progress.say, made=False)
+        _require_modules(plan)
         drop = drops.Drop.create(plan)
         progress.say(f"drop: {drop.path}")
         run = Run(plan, drop, progress)
@@ -412,6 +413,27 @@ def _require_programs(plan: Plan, *, made: bool) -> None:
                 remedy="The lane's README says what it needs and where it is had; SERVER_PYTHON= "
                 "and AIPERF_PYTHON= name interpreters that hold the engine and AIPerf.",
             )
+
+
+_LACKS: Final = "import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)"
+
+
+def _require_modules(plan: Plan) -> None:
+    """What a given interpreter starts as a module is in it: else the start alone would say so, with
+    a drop made and nothing in it."""
+    given = {each.python for each in plan.environments.values() if not each.locks}
+    started = [(each.command, each.env) for each in plan.services]
+    for command, own in started + [(each.command, each.env) for each in plan.cells.values()]:
+        python, *words = command
+        if plan.launcher == "process" and python in given and words[:1] == ["-m"]:
+            name = words[1].partition(".")[0]
+            env = {**inherited(plan), **own}
+            if subprocess.run((python, "-c", _LACKS, name), env=env, check=False).returncode == 1:
+                raise ConfigError(
+                    f"{python} holds no module {name}, which the lane starts with it",
+                    remedy="SERVER_PYTHON= names an interpreter that holds the engine; without it "
+                    "the run makes one from its lock.",
+                )
 
 
 def _ensure(name: str, torch_index: str, say: Callable[[str], None]) -> None:

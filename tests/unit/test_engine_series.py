@@ -43,6 +43,21 @@ def test_an_engine_without_the_series_is_refused_before_a_drop_is_made(
     assert not results.exists()
 
 
+def test_an_interpreter_without_the_engine_is_refused_before_a_drop_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until 2026-11-30 the server's death alone told it, and triage did not know it."""
+    results = tmp_path / "results"
+    bare = tmp_path / "bare"
+    venv.create(bare)
+    asked = ["run", "vllm", "--profile", "cpu", "--results", str(results)]
+    assert cli.main([*asked, "--server-python", str(bare / "bin/python")]) == 2
+    said = capsys.readouterr().err
+    assert "holds no module vllm" in said
+    assert "SERVER_PYTHON=" in said
+    assert not results.exists()
+
+
 def test_a_run_that_is_tried_here_does_not_ask_for_this_checkouts_lock() -> None:
     """`make test` beside a running lane found the lock taken (2026-11-30)."""
     assert not alone.LOCK.is_relative_to(paths.ROOT)

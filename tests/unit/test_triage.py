@@ -37,6 +37,8 @@ MET: Final = {
     "host-out-of-memory": "kernel: Out of memory: Killed process 7 (python) total-vm:1kB",
     "gpu-out-of-memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
     "illegal-access": "AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "engine-missing": "/usr/bin/python3: Error while finding module specification for "
+    "'vllm.entrypoints.openai.api_server' (ModuleNotFoundError: No module named 'vllm')",
     "nccl-too-old": "DeepEP v2 requires NCCL >= 2.30 but found 2.28. deepep_v2 backend will not",
     "gin-unavailable": "RuntimeError: NCCL GIN is unavailable on this communicator",
     "no-symmetric-memory": "h:1:1 [0] NCCL WARN Communicator does not support symmetric memory!",
