@@ -5,6 +5,7 @@ SGLang as a call with all that there are, NCCL each variable that it reads. A lo
 thing than the plan is of another run.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -74,7 +75,7 @@ def options(said: str, planned: Values, usual: Values) -> Iterator[str]:
 def variable(name: str, said: str, planned: Values, usual: Values) -> str:
     """How a variable that a program says it was given is not the planned one; empty if it is."""
     want = planned.get(name, usual.get(name, usual.get(ANYTHING)))
-    if want == ANYTHING or (want is not None and _same(said, want)):
+    if want == ANYTHING or (want is not None and (_same(said, want) or _equal(said, want))):
         return ""
     return f"{name} {_shown(said)}, planned {_shown(want)}"
 
@@ -91,6 +92,13 @@ def _same(said: str, planned: str) -> bool:
     enum = _ENUM.fullmatch(bare)
     known = {bare, bare.removesuffix(".0"), *(enum.groups() if enum else ())}
     return want in known or bare == f"[{want}]"
+
+
+def _equal(said: str, planned: str) -> bool:
+    """Whether both are one number: NCCL reads 0x10 and prints 16."""
+    with contextlib.suppress(ValueError):
+        return int(said, 0) == int(planned, 0)
+    return False
 
 
 def _shown(value: str | None) -> str:

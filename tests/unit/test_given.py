@@ -92,6 +92,9 @@ def test_what_sglang_prints_beyond_the_plan_is_its_default(size: str, differs: l
         ("1", {}, {"NCCL_X": "0"}, "NCCL_X 1, planned 0"),
         ("1", {"NCCL_X": "0"}, {"*": "*"}, "NCCL_X 1, planned 0"),
         ("1", {}, {"*": "*"}, ""),
+        ("16", {"NCCL_X": "0x10"}, {}, ""),
+        ("10", {"NCCL_X": "0x10"}, {}, "NCCL_X 10, planned 0x10"),
+        ("x", {"NCCL_X": "0x10"}, {}, "NCCL_X x, planned 0x10"),
     ],
 )
 def test_a_variable_is_the_planned_one_or_what_it_usually_is(
@@ -113,6 +116,12 @@ def test_a_variable_is_the_planned_one_or_what_it_usually_is(
         ("INIT,NET,ENV", "INIT,NET,ENV"),
         ("10.0.0.1", "10.0.0.1"),
         ("/opt/x/libnccl-net.so", "/opt/x/libnccl-net.so"),
+        ("allreduce:ring", "allreduce:ring"),
+        ("mlx5_0:1.", "mlx5_0:1"),
+        ("10.0.0.1:8000", "10.0.0.1:8000"),
+        ("^[x](y)", "^[x](y)"),
+        ("0vm:4892:4892", None),
+        ("Ringvm:4892:4892", None),
     ],
 )
 def test_a_variable_s_line_that_was_cut_off_says_no_other_value(
