@@ -93,7 +93,8 @@ class Event(msgspec.Struct, frozen=True):
 
 class Found(msgspec.Struct, frozen=True):
     """What was found. began: the first exception of the process that died, when another one.
-    ended: the manifest says that the run came to its end."""
+    ended: the manifest says that the run came to its end. gone: logs that it names and that are not
+    there."""
 
     root: str
     state: str
@@ -102,11 +103,12 @@ class Found(msgspec.Struct, frozen=True):
     began: Event | None = None
     others: tuple[Event, ...] = ()
     ended: bool = False
+    gone: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
         """0 a cause was named, or nothing failed; 2 none was found."""
-        return 0 if self.first or (self.ended and not self.others) else 2
+        return 0 if self.first or (self.ended and not self.others and not self.gone) else 2
 
 
 def signatures() -> tuple[Signature, ...]:
@@ -118,7 +120,7 @@ def triage(root: Path) -> Found:
     """The first failure in a drop or log.
 
     Raises:
-        Unreadable: nothing there, or a log cannot be read.
+        Unreadable: nothing there, several drops, or a log cannot be read.
     """
     if not root.exists():
         raise Unreadable(f"{root}: no such file or directory", remedy="Check the path.")
@@ -126,6 +128,11 @@ def triage(root: Path) -> Found:
     wanted = [p for p in files
               if p == root or p.name == records.SUMMARY or logs.NAME.fullmatch(p.name)]  # fmt: skip
     manifest = drop.read(root) if root / drop.MANIFEST in files else None
+    if manifest is None and (within := sorted(root.glob(f"*/{drop.MANIFEST}"))):
+        raise Unreadable(
+            f"{root}: no drop, but a folder of {len(within)}",
+            remedy=f"Give one of them, as in RESULTS={within[-1].parent}.",
+        )
     if not wanted and manifest is None:
         raise Unreadable(f"{root}: no log in it", remedy="Give a drop, or a log.")
     near = _started(manifest)
@@ -135,8 +142,18 @@ def triage(root: Path) -> Found:
         events += _of_manifest(manifest.failure, table, near)
     state = f"{manifest.state}: {manifest.failure or _silent(manifest)}" if manifest else ""
     ended = manifest is not None and manifest.state == "complete" and not manifest.failure
-    found = Found(str(root), state, len(wanted), ended=ended)
+    gone = tuple(_gone(root, manifest)) if manifest else ()
+    found = Found(str(root), state, len(wanted), ended=ended, gone=gone)
     return _decided(found, sorted(events, key=lambda e: e.order))
+
+
+def _gone(root: Path, manifest: Manifest) -> Iterator[str]:
+    """The logs of a sealed drop that are not there, packed or not."""
+    for name in sorted(manifest.files):
+        bare = name.removesuffix(Path(name).suffix) if name.endswith(logs.PACKED) else name
+        held = any((root / f"{bare}{packed}").is_file() for packed in ("", *logs.PACKED))
+        if name.startswith("logs/") and not held:
+            yield name
 
 
 def _silent(manifest: Manifest) -> str:
@@ -287,6 +304,7 @@ def _shown(found: Found) -> Iterator[str]:
         read = f"{found.logs} log{'' if found.logs == 1 else 's'}"
         yield f"\n{'nothing failed' if fine else 'no failure found'} in {read}"
         yield from _folded(found.others)
+        yield from _missing(found)
         if found.others:
             yield "Symptoms alone: the log of whoever died first is not here. Fetch every rank's."
         return
@@ -302,8 +320,15 @@ def _shown(found: Found) -> Iterator[str]:
     if known:
         yield f"  fix        {known.fix}"
     yield from _folded(found.others)
+    yield from _missing(found)
     again = "Run the lane again with ENV='CUDA_LAUNCH_BLOCKING=1 NCCL_DEBUG=INFO'."
     yield f"\nnext: {(known.next or 'Fix that, then run the lane again.') if known else again}"
+
+
+def _missing(found: Found) -> Iterator[str]:
+    if found.gone:
+        names = ", ".join(found.gone)
+        yield f"not here, though the manifest names it: {names}. Fetch the drop again."
 
 
 def _folded(events: Sequence[Event]) -> Iterator[str]:

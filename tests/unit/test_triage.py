@@ -1,5 +1,6 @@
 """The first death is named: in logs of real failures, and in the smallest ones made here."""
 
+import gzip
 import re
 from pathlib import Path
 from typing import Final
@@ -201,6 +202,28 @@ def test_manifest_says_how_far_it_came_and_why(tmp_path: Path) -> None:
     text = said(drop)
     assert f"manifest: failed: {failure}" in text
     assert "known as   disk-full" in text
+
+
+def test_a_log_that_is_gone_is_no_log_without_failure(tmp_path: Path) -> None:
+    """Until 2026-11-30 a drop without its server's log was one in which nothing failed."""
+    drop = drops.drop(tmp_path / "drop")
+    log = drop / "logs" / "here-server.log"
+    log.with_name("here-server.log.gz").write_bytes(gzip.compress(log.read_bytes()))
+    log.unlink()
+    assert triage.triage(drop).exit_code == 0  # packed since
+    log.with_name("here-server.log.gz").unlink()
+    text = said(drop)
+    assert "no failure found" in text
+    assert "manifest names it: logs/here-server.log. Fetch the drop again." in text
+    assert triage.triage(drop).exit_code == 2
+
+
+def test_a_folder_of_drops_is_not_read_as_one(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        drops.drop(tmp_path / name)
+    with pytest.raises(Unreadable, match="no drop, but a folder of 2") as caught:
+        triage.triage(tmp_path)
+    assert f"RESULTS={tmp_path / 'b'}" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
