@@ -56,7 +56,7 @@ lanes: setup ## List every row with its state: run here (drop, verdict), needs h
 include images/*.mk patches/*.mk
 
 ##@ Judge
-verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM= PROFILE= JSON=]
+verify-logs: setup ## Judge a drop or a stranger's logs: RESULTS=DIR [LANE= ARM= PROFILE= JSON=FILE JUNIT=FILE]
 	@test -n "$(RESULTS)" || { echo "error: say which drop: make verify-logs RESULTS=DIR" >&2; exit 2; }
 	@exec $(LANEKIT) verify '$(RESULTS)' $(call option,LANE,--lane) $(call option,ARM,--arm) \
 	  $(call option,PROFILE,--profile) $(call option,JSON,--json) $(call option,JUNIT,--junit)

@@ -38,6 +38,11 @@ def run(args: argparse.Namespace) -> int:
 
     root = Path(os.path.realpath(args.drop))  # unlike resolve() it takes links that loop
     for path in (args.json, args.junit):
+        if str(path) in {"0", "1"}:  # a switch elsewhere: make doctor JSON=1
+            raise ConfigError(
+                f"{path} is no name of a file for the verdict",
+                remedy="Name one: JSON=FILE or JUNIT=FILE.",
+            )
         to = Path(os.path.realpath(path or "/"))
         if path and to.is_relative_to(root) and to != root / VERDICT:
             raise ConfigError(

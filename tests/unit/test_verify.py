@@ -287,6 +287,22 @@ def test_a_verdict_is_not_written_into_the_drop(
     assert cli.main(["verify", str(root), "--json", str(tmp_path / "out.json")]) == 0
 
 
+@pytest.mark.parametrize("option", ["--json", "--junit"])
+@pytest.mark.parametrize("word", ["0", "1"])
+def test_a_switch_is_no_name_of_a_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    word: str,
+) -> None:
+    root = drops.drop(tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["verify", str(root), option, word]) == 2
+    assert f"{word} is no name of a file" in capsys.readouterr().err
+    assert not (tmp_path / word).exists()
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     root = drops.drop(tmp_path / "d")
     (root / "logs" / "here-server.log").unlink()
