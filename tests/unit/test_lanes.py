@@ -146,6 +146,12 @@ def test_what_was_published_without_an_arm_here_is_listed() -> None:
     assert not [arm for arm, *_ in rows if arm == "vllm/epnc1"]
 
 
+def test_a_row_that_only_a_wheel_of_a_series_proves_says_so() -> None:
+    """No gate of a run sees which source a wheel was built from: its drop has no patches."""
+    (told,) = [line for line in lanes.markdown().splitlines() if "| micro/v1-ll |" in line]
+    assert "wheel of series deepep/567632dd" in told
+
+
 ASKED = ("What it proves", "What it needs", "One command", "How long", "What pass looks like")
 
 
