@@ -100,8 +100,6 @@ def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, 
         "read_only": True,
         # Not noexec: torch.compile builds and loads libraries there.
         "tmpfs": ["/tmp:exec,mode=1777"],
-        "shm_size": held.memory // 4,
-        "mem_limit": held.memory,
         "pids_limit": 8192,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
@@ -111,6 +109,12 @@ def _service(plan: Plan, host: Host, image: str, service: Service) -> dict[str, 
         "labels": {LABEL: plan.drop},
         "volumes": [*_inputs(plan, host), *([_kept(host)] if engine else [])],
     }
+    if not host.ssh:
+        body |= {"shm_size": held.memory // 4, "mem_limit": held.memory}
+    else:
+        # Its memory is not this machine's. A tmpfs of no size ends at half of its own host's,
+        # where Docker's /dev/shm ends at 64 MiB (seen on 23 GiB: 12 GiB, 2026-12-01).
+        body["tmpfs"] = [*body["tmpfs"], "/dev/shm:mode=1777"]
     if len(plan.hosts) > 1:
         numbers = [each for each in plan.hosts if hosts.is_number(each.address)]
         body["extra_hosts"] = [f"{each.name}={each.address}" for each in numbers]

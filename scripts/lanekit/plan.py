@@ -110,7 +110,8 @@ class Containers(msgspec.Struct, frozen=True):
     """What the compose launcher needs to know.
 
     project: the Compose project. images: environment -> image by digest. user: uid:gid, never
-    root. memory: bytes a container may use. gpus, nics: of the host, passed in when not 0.
+    root. memory: bytes a container on this machine may use; another's is not known. gpus, nics: of
+    the host, passed in when not 0.
     """
 
     project: str

@@ -161,6 +161,16 @@ def test_what_mpirun_enters_waits_for_a_key_in_its_memory(entered: Plan) -> None
     assert worker["command"][worker["command"].index("-p") + 1] == port
 
 
+def test_a_remote_host_is_not_bounded_by_the_memory_of_this_machine(plan: Plan, two: Plan) -> None:
+    for host in two.hosts:
+        for body in compose.document(two, host)["services"].values():
+            assert not {"mem_limit", "shm_size"} & set(body)
+            assert "/dev/shm:mode=1777" in body["tmpfs"]  # else 64 MiB
+    here = services(plan)["server"]
+    assert here["shm_size"] == here["mem_limit"] // 4 == HELD.memory // 4
+    assert not any(each.startswith("/dev/shm") for each in here["tmpfs"])
+
+
 def test_nobody_else_gets_a_key(plan: Plan, two: Plan) -> None:
     for each in (plan, two):
         assert "/lane/ssh" not in str(compose.document(each, each.hosts[0]))
