@@ -57,8 +57,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a call; `name` and `value` are a variable. usual: what an option or variable then is that is not
     planned, or not said; `*` stands for every other, and for whatever is said; `?` for what the
     program makes of it by itself. unless: where the plan gives this option, the rule does not
-    apply. sensor: what would have written the line had it happened:
-    where it was there, no evidence refutes; where it was not, no evidence is "could not check".
+    apply; `*` for any plan, so that it judges strangers' logs alone. sensor: what would have
+    written the line had it happened: where it was there, no evidence refutes; where it was not, no
+    evidence is "could not check".
     nccl: any INFO line of NCCL's. hook: the evidence hook in every rank's process, as its `armed`
     and construction lines say.
     source: where upstream prints it. versions: what the pattern was read from.

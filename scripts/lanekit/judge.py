@@ -104,13 +104,18 @@ class Facts:
 def applying(rules: Iterable[Bound], facts: Facts) -> tuple[Bound, ...]:
     """The rules that say something of this run: what is held to a plan needs one, and what an
     option switches off is not asked for where the plan gives it."""
-    known = facts.options
     return tuple(
         bound
         for bound in rules
         if (not bound.rule.planned or facts.started is not None)
-        and (not bound.rule.unless or (known is not None and bound.rule.unless not in known))
+        and _asked(bound.rule.unless, facts)
     )
+
+
+def _asked(unless: str, facts: Facts) -> bool:
+    if unless == given.ANYTHING:
+        return facts.started is None
+    return not unless or (facts.options is not None and unless not in facts.options)
 
 
 def transport(rules: Iterable[Bound], logs: Logs, facts: Facts) -> list[Check]:

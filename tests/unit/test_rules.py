@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lanekit import contract, judge, logs, scan, spec
 from lanekit.contract import Bound
-from lanekit.given import Given
+from lanekit.given import ANYTHING, Given
 from lanekit.plan import options
 from lanekit.verdict import Check, Result, decide
 
@@ -360,6 +360,10 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("non-default", "'model'", "'max_num_seqs': 64, 'model'"),
         change_one("non-default", "/models/tiny", "/models/other"),
     ],
+    "vllm-expert-parallel": [
+        change_one("non-default", ", 'enable_expert_parallel': True", ""),
+        change_one("non-default", "parallel': True", "parallel': False"),
+    ],
     "vllm-graphs": [drop_all("Graph capturing"), after("Graph capturing")],
     "vllm-graphs-lowered": [
         add("FULL is not supported with F backend; setting cudagraph_mode=FULL_DECODE_ONLY"),
@@ -432,6 +436,8 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
 # Where a rank was not watched, nothing says either which NCCL it mapped, nor that its lines are of
 # this run.
 COMPANIONS: Final = {
+    "vllm-options": {"vllm-expert-parallel"},
+    "vllm-expert-parallel": {"vllm-options"},
     "sglang-a2a-deepep": {"sglang-options"},  # of the same line
     "sglang-a2a-none": {"sglang-options"},
     "no-buffer": {
@@ -499,6 +505,8 @@ def mutants(rule: contract.Rule, alone: bool) -> Iterator[tuple[str, contract.Ru
 @pytest.mark.parametrize(("name", "rule"), USES)
 def test_no_rule_is_dead(name: str, rule: str, tmp_path: Path) -> None:
     rules = every(name)
+    if contract.rules()[rule].unless == ANYTHING:  # of strangers, whom no plan is known of
+        rules = tuple(x for x in rules if not x.rule.planned)
     alone = not any(x.rule.needs == "ranks" and "lane-evidence" in x.rule.literal for x in rules)
     for what, mutant in mutants(contract.rules()[rule], alone):
         weaker = tuple(
@@ -592,3 +600,13 @@ def test_what_is_held_to_a_plan_is_not_asked_of_a_log_without_one() -> None:
         x.id for x in judge.applying(every("v2-nvlink"), stranger)
     }
     assert left == {"vllm-options", "nccl-variables"}
+
+
+def test_a_stranger_s_server_must_have_been_asked_for_expert_parallelism() -> None:
+    """One that was not was "could not check" once vllm-options, which needs a plan, said it."""
+    stranger = dataclasses.replace(facts("v2-nvlink"), options=None, started=None)
+    asked = [
+        {x.id for x in judge.applying(every("v2-nvlink"), plan)}
+        for plan in (stranger, facts("v2-nvlink"))
+    ]
+    assert ["vllm-expert-parallel" in x for x in asked] == [True, False]
