@@ -17,7 +17,18 @@ T = TypeVar("T", bound=msgspec.Struct)
 # has 40 KiB, our deepest key 4 parts.
 LIMIT: Final = 256 << 10
 DEPTH: Final = 32
-_STRING = re.compile(rb'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
+# As tomllib reads them: in an inline table a key may follow a string of several lines, which holds
+# quotes and may end in two of its own. One without an end takes the rest: tomllib refuses it there.
+_TEXT = re.compile(
+    rb'''
+    \#[^\n]*
+    | """(?:[^"\\]|\\(?:.|\Z)|"{1,2}(?!"))*(?:"{3,5}|\Z)
+    | \'{3}(?:[^']|'{1,2}(?!'))*(?:'{3,5}|\Z)
+    | "(?:[^"\\\n]|\\[^\n])*"?
+    | '[^'\n]*'?
+    ''',
+    re.VERBOSE | re.DOTALL,
+)
 _DEEP = re.compile(rb"(?:\.[ \t]*[\w-]+[ \t]*){%d}" % DEPTH)
 _UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `(?P<at>[^`]*)`)?")
 
@@ -40,7 +51,7 @@ def load(path: Path, kind: type[T]) -> T:
 
 def decode(text: bytes, kind: type[T], *, where: str) -> T:
     """Decode TOML text into `kind`; `where` names the source in errors."""
-    if len(text) > LIMIT or _DEEP.search(_STRING.sub(b"q", text)):
+    if len(text) > LIMIT or _DEEP.search(_TEXT.sub(b"q", text)):
         raise ConfigError(
             f"{where}: larger than {LIMIT >> 10} KiB, or a key of more than {DEPTH} parts",
             remedy="No such file needs so much: write what its README shows.",

@@ -77,3 +77,33 @@ def test_an_inventory_of_one_endless_key_is_refused_before_it_is_parsed(tmp_path
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 4 << 20
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b'x = {s = """a"b""", ',  # a quote in a string of several lines, and a key on its line
+        b"x = {s = '''a'b''', ",
+        b'x = {s = """a"""", ',  # a string that ends in a quote of its own
+        b'x = {s = """a\\"""", ',
+        b'# """\n',
+        b"y = 1 # it's\n",
+    ],
+)
+@pytest.mark.parametrize(
+    ("parts", "said"), [(2, "missing required field|unknown key"), (40, "a key of more than 32")]
+)
+def test_a_deep_key_hides_behind_no_string_and_no_comment(
+    before: bytes, parts: int, said: str
+) -> None:
+    after = b"}" if b"{" in before else b""
+    text = before + b".".join([b"a"] * parts) + b" = '\"'" + after
+    with pytest.raises(ConfigError, match=said):
+        toml.decode(text, Fabric, where="here")
+
+
+def test_dots_in_strings_of_several_lines_are_no_key_s() -> None:
+    dots = b".a" * 99
+    text = b'x = """\n' + dots + b'"' + dots + b"\"\"\"\ny = '''" + dots + b"'" + dots + b"'''"
+    with pytest.raises(ConfigError, match=r"missing required field|unknown key"):
+        toml.decode(text, Fabric, where="here")
