@@ -59,6 +59,23 @@ def test_any_other_option_is_named(change: dict[str, str | None], differs: str) 
     assert found.startswith(differs)
 
 
+@pytest.mark.parametrize(
+    ("said", "differs"),
+    [
+        ("'use_inductor_graph_partition': None, 'pass_config': {}, 'backend': 'inductor'", []),
+        ("'use_inductor_graph_partition': True", ["use_inductor_graph_partition True"]),
+        ("'max_cudagraph_capture_size': 8", ["max_cudagraph_capture_size 8"]),
+        ("'pass_config': {'fuse_act_quant': True}", ["pass_config {'fuse_act_quant': True}"]),
+    ],
+)
+def test_a_compilation_setting_that_nobody_planned_is_the_usual_one(
+    said: str, differs: list[str]
+) -> None:
+    usual = contract.rules()["vllm-options"].usual
+    found = list(given.options(f"'compilation_config': {{{said}}}", {}, usual))
+    assert [x.removeprefix("-cc.").partition(", planned")[0] for x in found] == differs
+
+
 # SGLang 0.5.11 on two H200 (2026-11-30), with a tenth of what it prints.
 CALL = (
     "model_path='/s/tree', load_format='dummy', trust_remote_code=True, port=46447, "
