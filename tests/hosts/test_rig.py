@@ -20,9 +20,7 @@ with rig.up(links=False):
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.quick), signal.SIGHUP]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_rig_that_is_ended_from_outside_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
