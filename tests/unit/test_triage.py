@@ -48,6 +48,8 @@ MET: Final = {
     "disk-full": "OSError: [Errno 28] No space left on device",
     "address-in-use": "OSError: [Errno 98] Address already in use",
     "legacy-refused": "RuntimeError: lane-evidence: legacy deep_ep.Buffer refused, this lane needs",
+    "aiperf-prompt-torn": "aiperf.common.exceptions.MemoryMapSerializationError: Failed to decode "
+    "conversation data: 1 validation error for Conversation",
     "keep-alive": "aiohttp.client_exceptions.ServerDisconnectedError: Server disconnected",
 }  # fmt: skip
 
