@@ -1,5 +1,6 @@
 """What programs print of their own options and variables, beside a plan."""
 
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from lanekit import contract, drop, given, judge, planning, row, spec
 from lanekit.plan import Plan, public
 from lanekit.verify import verify
 
+LOGS = Path(__file__).parents[1] / "fixtures" / "logs"
 # As vLLM 0.24.0 printed it on two H200 (2026-11-30), without what is always None in the middle.
 SAID = (
     "'host': '127.0.0.1', 'port': 45399, 'model': '/a/qwen, 3', 'max_model_len': 4096, "
@@ -97,6 +99,34 @@ def test_what_sglang_prints_beyond_the_plan_is_its_default(size: str, differs: l
     }  # fmt: skip
     usual = contract.rules()["sglang-options"].usual
     assert list(given.options(CALL, planned, usual)) == differs
+
+
+@pytest.mark.parametrize(
+    ("printed", "instead", "differs"),
+    [
+        ("", "", []),
+        (
+            "speculative_algorithm=None",
+            "speculative_algorithm='EAGLE'",
+            ["speculative_algorithm 'EAGLE', planned None"],
+        ),
+        ("quantization=None", "quantization='w4afp8'", ["quantization 'w4afp8', planned None"]),
+        (
+            "enable_two_batch_overlap=False",
+            "enable_two_batch_overlap=True",
+            ["enable_two_batch_overlap True, planned False"],
+        ),
+    ],
+)
+def test_sglang_says_what_nobody_gave_it(printed: str, instead: str, differs: list[str]) -> None:
+    """The real line of two H200, and one with an option more."""
+    log = gzip.decompress((LOGS / "h200x2-sglang-v2-no-cumem.log.gz").read_bytes()).decode()
+    (line,) = [line for line in log.splitlines() if "server_args=ServerArgs(" in line]
+    assert f", {printed}" in line
+    call = line[line.index("(", line.index("ServerArgs")) + 1 : -1]
+    usual = contract.rules()["sglang-options"].usual
+    said = call.replace(f", {printed}", f", {instead}") if printed else call
+    assert list(given.options(said, {}, usual)) == differs
 
 
 @pytest.mark.parametrize(
