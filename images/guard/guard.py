@@ -132,18 +132,24 @@ def symbols(path: Path, table: int = 11) -> Iterator[Symbol]:
     Raises:
         ValueError: not such a file, or a broken one.
     """
-    with _elf(path) as data:
+    data = _elf(path)
+    with _unpacking(path):
         yield from _symbols(data, table)
 
 
-@contextlib.contextmanager
-def _elf(path: Path) -> Iterator[bytes]:
-    """The bytes of such a file; what cannot be unpacked of it in the block is told as broken."""
+def _elf(path: Path) -> bytes:
+    """The bytes of such a file."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is not a 64-bit ELF file")
+    return data
+
+
+@contextlib.contextmanager
+def _unpacking(path: Path) -> Iterator[None]:
+    """What cannot be unpacked of a file in the block is told as broken."""
     try:
-        yield data
+        yield
     except (struct.error, IndexError, ValueError) as error:
         raise ValueError(f"{path} is a broken ELF file: {error}") from error
 
@@ -177,8 +183,8 @@ def needed(path: Path) -> set[str]:
     Raises:
         ValueError: not a 64-bit little-endian ELF file, or a broken one.
     """
-    found = set[str]()
-    with _elf(path) as data:
+    found, data = set[str](), _elf(path)
+    with _unpacking(path):
         sections = _sections(data)
         for _, kind, _, _, start, length, link, *_ in sections:
             for place in range(start, start + length, 16) if kind == 6 else ():  # SHT_DYNAMIC
@@ -254,7 +260,7 @@ def linked(path: Path) -> set[str]:
     """The NVSHMEM versions whose device code is linked into an extension: its headers leave this
     constant in every object that uses them (seen with 3.6.5 and 3.7.0, 2026-11-30)."""
     found = [s.content for s in symbols(path, 2) if s.name.endswith("nvshmemi_device_lib_version")]
-    with _elf(path):
+    with _unpacking(path):
         return {".".join(map(str, struct.unpack("<3i", each))) for each in found if each}
 
 

@@ -56,15 +56,16 @@ def _logs(root: Path) -> Iterator[Path]:
 
 def _new(path: Path, at: dict[Path, int], rest: dict[Path, bytes], *, ended: bool) -> Iterator[str]:
     """The whole lines that a file has got since the last look; at the end also half of one."""
-    if path in at and path.suffix in logs.PACKED:  # packed after the run: it has all of it
+    packed = path.suffix in logs.PACKED
+    if path in at and packed:  # packed after the run: it has all of it
         return
     with logs.opened(path) as stream_:
-        if path.suffix not in logs.PACKED:
+        if not packed:
             stream_.seek(at.get(path, 0))
         while block := stream_.read(BLOCK):
             *lines, rest[path] = (rest.get(path, b"") + block).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
-        at[path] = stream_.tell() if path.suffix not in logs.PACKED else 0
+        at[path] = 0 if packed else stream_.tell()
     if ended and (half := rest.pop(path, b"")):
         yield half.decode(errors="replace")
 

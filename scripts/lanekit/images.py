@@ -78,27 +78,27 @@ def _taken(sources: Mapping[str, str]) -> dict[str, str]:
     else the public root is silently taken in its place; another program's variable is passed over.
     """
     takes = sorted({source for name in targets() for source in _sources(_recipe(name))})
+    all_of_them = ", ".join(f"SRC_{each.upper()}" for each in takes)
+    pinned = pins.load().pin if sources else {}
+    taken = {}
     for source, place in sources.items():
         option = f"SRC_{source.upper()}"
-        near = source in pins.load().pin or difflib.get_close_matches(source, takes)
-        if source not in takes and near:
+        if source in takes:
+            if source.endswith("_wheel") and _is_url(place):
+                raise ConfigError(
+                    f"{option}: {place} is a URL, and no checksum of it is pinned",
+                    remedy="Fetch the wheel, check it, and give its folder.",
+                )
+            taken[source] = place
+        elif source in pinned or difflib.get_close_matches(source, takes):
             raise ConfigError(
                 f"{option}: no image takes such a source",
-                remedy=f"Unset it, or name one of {_options(takes)}.",
+                remedy=f"Unset it, or name one of {all_of_them}.",
             )
-        if source not in takes:
-            told = f"{option} is passed over: no image takes such a source, but {_options(takes)}"
+        else:
+            told = f"{option} is passed over: no image takes such a source, but {all_of_them}"
             print(told, file=sys.stderr)
-        if source in takes and source.endswith("_wheel") and _is_url(place):
-            raise ConfigError(
-                f"{option}: {place} is a URL, and no checksum of it is pinned",
-                remedy="Fetch the wheel, check it, and give its folder.",
-            )
-    return {source: place for source, place in sources.items() if source in takes}
-
-
-def _options(takes: Iterable[str]) -> str:
-    return ", ".join(f"SRC_{each.upper()}" for each in takes)
+    return taken
 
 
 def _named(environ: Mapping[str, str], prefix: str) -> dict[str, str]:
