@@ -1,11 +1,11 @@
 """The rig, where this machine can have one."""
 
 import contextlib
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 from tests.hosts import rig as rigs
+from tests.images import recipe
 
 from lanekit import images
 
@@ -23,11 +23,8 @@ def build_mpi() -> None:
     """An image with an MPI of Debian's and SSH, where Debian can be reached: before the rig, whose
     engines see what images this machine has when they start."""
     stack = images.DEFAULT_STACK
-    ask = ["docker", "build", "--quiet", "--network=host", "--tag"]
-    subprocess.run(
-        [*ask, images.local("mpi-probe", stack), "-"], check=False, capture_output=True, text=True,
-        input=MPI.format(parent=images.local("vllm-cpu", stack)),
-    )  # fmt: skip
+    made = MPI.format(parent=images.local("vllm-cpu", stack))
+    recipe.build(made, "--load", "--network=host", f"--tag={images.local('mpi-probe', stack)}")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from tests.images import tree
+from tests.images import recipe, tree
 from tests.images.contained import Container
 
 from lanekit import images
@@ -46,22 +46,16 @@ FAULTS = {
 
 
 GUARD = "RUN --mount=from=guard,target=/guard --mount=from=tools,target=/tools"
-
-
-def build(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Build from a recipe, the guard at hand; an image is kept only where the options say so."""
-    command = ["docker", "buildx", "build", "--progress=plain", *(options or ["-"])]
-    mounts = [f"--build-context={name}={images.IMAGES / name}" for name in ("guard", "tools")]
-    return subprocess.run(
-        [*command, *mounts, "--file=-" if options else "--output=type=cacheonly"],
-        input=recipe, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+MOUNTS = [f"--build-context={name}={images.IMAGES / name}" for name in ("guard", "tools")]
 
 
 def refused(image: str, fault: str) -> None:
     """The build that plants a fault on an image ends with the guard's words."""
     plant, said = FAULTS[fault]
-    ran = build(f"FROM {image}\nUSER 0\n{GUARD} {plant} && python /guard/guard.py check\n")
+    ran = recipe.build(
+        f"FROM {image}\nUSER 0\n{GUARD} {plant} && python /guard/guard.py check\n",
+        "--output=type=cacheonly", *MOUNTS,
+    )  # fmt: skip
     assert ran.returncode != 0, f"the guard let it pass: {ran.stderr}"
     assert f"guard: {said}" in ran.stderr
 
@@ -97,12 +91,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tree.library(root / "usr/local/cuda/lib64/stubs/libcuda.so", "void cuInit(void) {}")
     promised = " ".join(f"{name}={value}" for name, value in tree.EXPECT.items())
     places = f"/{tree.EFA} /{tree.OFI} /opt/nccl/lib /opt/nvshmem/lib"
-    made = build(
+    made = recipe.build(
         f"FROM {BASE}\nCOPY . /\nENV PYTHONPATH=/{tree.SITE} EP_NCCL_ROOT_DIR=/opt/nccl\n"
         f"RUN ln -s /{tree.SITE}/nvidia/* /opt && ln -s python3 /usr/bin/python"
         f" && printf '%s\\n' {places} >/etc/ld.so.conf.d/lanes.conf && ldconfig\n"
         f"{GUARD} /tools/expect {promised} && python /guard/guard.py check\n",
-        "--load", f"--tag={SMALL}", str(root),
+        "--load", f"--tag={SMALL}", *MOUNTS, context=root,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     yield SMALL

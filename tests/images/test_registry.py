@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import requests
+from tests.images import recipe
 
 from lanekit import images, registry, sbom
 from lanekit.errors import ImageFailed
@@ -33,16 +34,13 @@ def make(text: str) -> str:
     """A small image of the graph's shape, loaded as the local `probe`; its digest."""
     held = images.Contents("system", "3.12", {}, {}, {"aiperf": "0.10.0"}, {"libc6": "2"})
     body = msgspec.json.encode(held).decode()
-    recipe = (
+    made = recipe.build(
         "FROM lanes/stand-in-base:local\n"
         f"RUN mkdir -p /usr/share/lanes && echo '{body}' >/usr/share/lanes/contents.json"
-        f" && echo '{text}' >/etc/probe\n"
-    )
-    command = ["docker", "buildx", "build", "--quiet", "--load", "--provenance=mode=max"]
-    subprocess.run(
-        [*command, "--tag", images.local(NAME, STACK), "-"],
-        input=recipe, text=True, check=True, capture_output=True,
+        f" && echo '{text}' >/etc/probe\n",
+        "--load", "--provenance=mode=max", f"--tag={images.local(NAME, STACK)}",
     )  # fmt: skip
+    assert made.returncode == 0, made.stderr
     return images.identify(NAME, STACK)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.images import recipe
 
 from lanekit import images
 from lanekit.errors import ConfigError
@@ -67,8 +68,7 @@ def test_a_build_that_is_ended_midway_leaves_no_container_running(tmp_path: Path
     """A step's container is BuildKit's own, on no list of Docker's: its process tells."""
     nonce = str(time.time_ns())
     (tmp_path / "slow").mkdir()
-    recipe = f"FROM slim_base\nRUN exec sleep {nonce}\n"
-    (tmp_path / "slow/Dockerfile").write_text(recipe)
+    (tmp_path / "slow/Dockerfile").write_text(f"FROM slim_base\nRUN exec sleep {nonce}\n")
     (tmp_path / "graph.hcl").write_text(GRAPH % (tmp_path / "slow"))
     code = (
         "import sys, pathlib; from lanekit import cli, images\n"
@@ -94,14 +94,12 @@ def test_a_build_that_is_ended_midway_leaves_no_container_running(tmp_path: Path
 def built(given: Path, step: str, *options: str) -> subprocess.CompletedProcess[str]:
     """One build step with the tools, and `given` where SRC_NAME= would be; nothing is kept."""
     given.mkdir(exist_ok=True)
-    command = [
-        "docker", "buildx", "build", "--progress=plain", "--output=type=cacheonly",
-        f"--build-context=tools={images.IMAGES / 'tools'}", f"--build-context=given={given}",
-    ]  # fmt: skip
-    recipe = f"{BEGIN}{MOUNTS} : {time.time_ns()} && {step}\n"  # a cached step says nothing
-    return subprocess.run(
-        [*command, *options, "-"], input=recipe, capture_output=True, text=True, check=False
-    )
+    places = {"tools": images.IMAGES / "tools", "given": given}
+    return recipe.build(
+        f"{BEGIN}{MOUNTS} : {time.time_ns()} && {step}\n",  # a cached step says nothing
+        "--output=type=cacheonly", *(f"--build-context={k}={v}" for k, v in places.items()),
+        *options,
+    )  # fmt: skip
 
 
 @pytest.fixture
