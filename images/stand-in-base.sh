@@ -47,9 +47,13 @@ if [[ -n ${CUDA:-} ]]; then
     for library in "$root"/usr/local/cuda/lib/lib*.so.*; do
         ln -sf "$(basename "$library")" "${library%%.so.*}.so"
     done
-    # Nothing of the driver is in a wheel: an empty libcuda to link against and to import with.
+    # Nothing of the driver is in a wheel: a libcuda to link against and to import with. It has the
+    # names of cuda.h, since a linker that goes as-needed drops an empty one, and a DeepEP so linked is
+    # imported on no GPU machine (2026-12-01).
     mkdir "$root/usr/local/cuda/lib/stubs"
-    echo | gcc -shared -Wl,-soname,libcuda.so.1 -x c - -o "$root/usr/local/cuda/lib/stubs/libcuda.so"
+    gcc -E -x c -I"$root/usr/local/cuda/include" - <<<'#include <cuda.h>' |
+        sed -nE 's/.*\bCUresult +(cu[A-Za-z0-9_]+) *\(.*/void \1(void) {}/p' | sort -u |
+        gcc -shared -Wl,-soname,libcuda.so.1 -x c - -o "$root/usr/local/cuda/lib/stubs/libcuda.so"
     ln -s libcuda.so "$root/usr/local/cuda/lib/stubs/libcuda.so.1"
 fi
 tar -C "$root" -c . | docker import - "$TAG" >/dev/null

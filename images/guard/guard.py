@@ -35,6 +35,7 @@ LIBRARIES = {
     "nvshmem": re.compile(r"libnvshmem_host\.so(\.\d+)*"),
 }
 DEVICE = re.compile(r"libnvshmem_device\.a")
+TORCHS = re.compile(r"libtorch_nvshmem\.so")
 PLUGIN = re.compile(r"libnccl-net(-\w+)?\.so")
 STAMPS = {
     "nccl": re.compile(rb"NCCL version (\d+\.\d+\.\d+)"),
@@ -256,6 +257,35 @@ def check_device(image: Image, paths: list[Path]) -> Iterator[Finding]:
             )
 
 
+def check_torchs(image: Image, paths: list[Path]) -> Iterator[Finding]:
+    """torch's own NVSHMEM device code is not set to work on a host library of another version.
+
+    Every process with torch maps it (libtorch_cuda asks for libtorch_nvshmem, 3.4.5 in 2.11.0): it
+    is no second NVSHMEM, as it calls the one host library, and idle until torch's symmetric memory,
+    which uses CUDA, is told otherwise. So DeepEP V1 ran beside it with 3.6.5 (2x H200, 2026-11-30).
+    """
+    wanted = image.expect.get("nvshmem")
+    if wanted is None or image.env.get("TORCH_SYMMMEM") != "NVSHMEM":
+        return
+    for path in copies(paths, TORCHS):
+        for version in sorted(linked(path) - {wanted}):
+            yield Finding(
+                "nvshmem-device",
+                f"TORCH_SYMMMEM=NVSHMEM, and {path.name} holds device code of {version}, the host"
+                f" library is {wanted}",
+                "Unset it: with CUDA, its default, torch's symmetric memory needs no NVSHMEM.",
+            )
+
+
+def device_code(image: Image, paths: list[Path]) -> dict[str, str]:
+    """The NVSHMEM whose device code is linked into DeepEP and into torch: file -> version."""
+    found = {}
+    for path in [*extensions(image, paths), *copies(paths, TORCHS)]:
+        with contextlib.suppress(ValueError):  # which a check tells
+            found[path.name.partition(".")[0]] = ", ".join(sorted(linked(path)))
+    return {name: version for name, version in found.items() if version}
+
+
 def linked(path: Path) -> set[str]:
     """The NVSHMEM versions whose device code is linked into an extension: its headers leave this
     constant in every object that uses them (seen with 3.6.5 and 3.7.0, 2026-11-30)."""
@@ -296,7 +326,8 @@ def check_symbols(image: Image, paths: list[Path]) -> Iterator[Finding]:
             yield Finding(
                 "symbols",
                 f"{path.name} calls the driver ({driver[0]}) and does not ask for libcuda.so.1",
-                "It was linked without -lcuda: import deep_ep would fail on every GPU machine.",
+                "It was linked without -lcuda, or with an empty stub, which a linker drops: import"
+                " deep_ep would fail on every GPU machine. Link it with the toolkit's own.",
             )
 
 
@@ -542,8 +573,8 @@ def maps() -> list[Path]:
 
 
 CHECKS = (
-    check_libraries, check_device, check_symbols, check_series, check_plugin, check_fabric,
-    check_base, check_env, check_maps,
+    check_libraries, check_device, check_torchs, check_symbols, check_series, check_plugin,
+    check_fabric, check_base, check_env, check_maps,
 )  # fmt: skip
 
 
@@ -579,6 +610,7 @@ def contents(image: Image) -> dict[str, object]:
         "system": release.get("PRETTY_NAME", "").strip('"'),
         "python": ".".join(map(str, sys.version_info[:3])),
         "libraries": libraries,
+        "device": device_code(image, paths),
         "expect": image.expect,
         "packages": {
             re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version

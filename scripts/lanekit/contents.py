@@ -27,6 +27,7 @@ def table(held: images.Contents, size: int, of: str) -> str:
     """
     rows = [("system", held.system), ("Python", held.python)]
     rows += [(f"{k} (library)", v) for k, v in sorted(held.libraries.items())]
+    rows += [(f"nvshmem (device code in {k})", v) for k, v in sorted(held.device.items())]
     rows += [(name, held.packages[name]) for name in SHOWN if name in held.packages]
     counted = f"{len(held.packages)} Python, {len(held.debian)} Debian packages"
     rows += [("in all", f"{counted}, {size / 1e9:.2f} GB packed")]

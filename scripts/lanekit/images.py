@@ -333,11 +333,13 @@ def variables(stack: str, registry: str = LOCAL) -> dict[str, str]:
 
 
 def unrecorded(names: Iterable[str], stack: str, given: Roots) -> list[str]:
-    """The pins in some images whose file no checksum was pinned or given for."""
+    """The pins in some images whose file no checksum was pinned or given for; a given wheel is the
+    giver's, and noted as such in the image."""
     made = definition(stack, given)["target"]
     inside = {each for name in names for each in (name, *ancestors(name))}
     empty = {arg for each in inside for arg, value in made[each]["args"].items() if not value}
-    return sorted(a.removesuffix("_SHA256").lower() for a in empty if a.endswith("_SHA256"))
+    found = {a.removesuffix("_SHA256").lower() for a in empty if a.endswith("_SHA256")}
+    return sorted(name for name in found if f"{name}_wheel" not in given.sources)
 
 
 def write(made: Definition, stack: str) -> Path:
@@ -424,7 +426,10 @@ def local(name: str, stack: str) -> str:
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """/usr/share/lanes/contents.json: what the guard found in the image itself."""
+    """/usr/share/lanes/contents.json: what the guard found in the image itself.
+
+    device: file -> version of the NVSHMEM whose device code is linked into it.
+    """
 
     system: str
     python: str
@@ -432,6 +437,7 @@ class Contents(msgspec.Struct, frozen=True):
     expect: dict[str, str]
     packages: dict[str, str]
     debian: dict[str, str]
+    device: dict[str, str] = {}
 
 
 def identify(name: str, stack: str, ssh: str = "") -> str:
@@ -547,8 +553,8 @@ def ancestors(name: str) -> list[str]:
 
 def pinned(name: str, stack: str) -> dict[str, str]:
     """The packages that an image is built with: project -> version. A child's locks count over its
-    ancestors', and what is installed by name over every lock (tools/install); an install that no
-    lock and no checksum holds may change all that locks brought. `contents` is what it really has.
+    ancestors', and what is installed by name over every lock (tools/install); what pip solves while
+    it builds (tools/solved) may change all that locks brought. `contents` is what it really has.
 
     Raises:
         ConfigError: an unknown stack, or a lock that cannot be read.
@@ -556,14 +562,15 @@ def pinned(name: str, stack: str) -> dict[str, str]:
     known = pins.arguments(pins.load(), stack)
     locked, named = dict[str, str](), dict[str, str]()
     for image in [*reversed(ancestors(name)), name]:
-        lines = _recipe(image).splitlines()
+        recipe = _recipe(image)
+        locked = {} if "/tools/solved" in recipe else locked
+        lines = recipe.splitlines()
         for arg in [arg for line in lines for arg, _ in pins.declared(line) if arg in known]:
             pin, _, field = arg.rpartition("_")
             if field == "LOCK":
                 locked |= pins.packages(paths.LOCKS / known[arg])
             elif field == "PROJECT" and f"{pin}_VERSION" in known:
                 named[known[arg]] = known[f"{pin}_VERSION"]
-                locked = locked if f"{pin}_SHA256" in known else {}
     return locked | named
 
 

@@ -170,7 +170,8 @@ def packages(lock: Path) -> dict[str, str]:
 def arguments(pins: Pins, stack: str) -> dict[str, str]:
     """Every build argument the pins define in a stack: NCCL_VERSION, EFA_URL, ...
 
-    An archive without a recorded checksum has an empty NAME_SHA256: `tools/fetch` then prints it.
+    A file without a recorded checksum has an empty NAME_SHA256: tools/fetch, or tools/solved for
+    a wheel, then prints its own.
     """
     locks = pins.locks.get("both", {}) | pins.locks.get(stack, {})
     made = {f"{name.upper()}_LOCK": lock for name, lock in locks.items()}
@@ -181,7 +182,8 @@ def arguments(pins: Pins, stack: str) -> dict[str, str]:
                 made[f"{upper}_{field.upper()}"] = text
         if pin.kind == "archive":
             made[f"{upper}_URL"] = pin.source.format(version=value.version)
-            made.setdefault(f"{upper}_SHA256", "")
+        if value.unrecorded:
+            made[f"{upper}_SHA256"] = ""
         if pin.kind == "pypi":
             made[f"{upper}_PROJECT"] = pin.source
     return made

@@ -134,27 +134,33 @@ def test_a_checksum_that_is_not_recorded_is_printed_and_kept(given: Path, archiv
     assert f"kept:{archive}" in ran.stderr
 
 
-def wheel(folder: Path) -> str:
+def wheel(folder: Path, name: str = "probe", *wants: str) -> str:
     """A wheel of nothing; its checksum."""
     folder.mkdir(exist_ok=True)
-    path = folder / "probe-1.0-py3-none-any.whl"
-    about = "probe-1.0.dist-info"
+    path = folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+    about = f"{name.replace('-', '_')}-1.0.dist-info"
+    lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {each}" for each in wants), ""]
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+        file.writestr(f"{about}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines]))
         file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         file.writestr(f"{about}/RECORD", "")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_the_given_pip_configuration_names_the_index_and_the_hash_still_counts(
-    given: Path, tmp_path: Path, right: bool
-) -> None:
-    checksum = wheel(given) if right else (wheel(given), "0" * 64)[1]
+@pytest.fixture
+def index(tmp_path: Path) -> str:
+    """The option that names an index of its own, the folder `given`."""
     config = tmp_path / "pip.conf"
     config.write_text("[global]\nno-index = true\nfind-links = /src\n")
-    step = f"/tools/rooted /tools/install probe==1.0 {checksum}"
-    ran = built(given, step, f"--secret=id=pip,src={config}")
+    return f"--secret=id=pip,src={config}"
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_given_pip_configuration_names_the_index_and_the_hash_still_counts(
+    given: Path, index: str, right: bool
+) -> None:
+    checksum = wheel(given) if right else (wheel(given), "0" * 64)[1]
+    ran = built(given, f"/tools/rooted /tools/install probe==1.0 {checksum}", index)
     assert (ran.returncode == 0) is right, ran.stderr
     assert (
         "Successfully installed probe-1.0" if right else "DO NOT MATCH THE HASHES"
@@ -166,6 +172,50 @@ def test_a_given_wheel_is_installed_and_noted(given: Path) -> None:
     noted = "sed s/^/noted:/ /usr/share/lanes/given/wheels"
     ran = built(given, f"/tools/wheel /src && {noted}")
     assert f"noted:{checksum}" in ran.stderr
+
+
+KEPT = "sed s/^/kept:/ /usr/share/lanes/unrecorded/an-engine"
+SOLVED = "/tools/rooted /tools/solved"
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_no_lock_holds_is_taken_with_its_needs_and_each_checksum_is_recorded(
+    given: Path, index: str, pinned: bool
+) -> None:
+    engine = wheel(given, "an-engine", "a-need", "nvidia-nccl-cu13")
+    need, _ = wheel(given, "a-need"), wheel(given, "nvidia-nccl-cu13")
+    here = "python -m pip list --format=freeze | sed s/^/here:/"
+    step = f"{SOLVED} /none an-engine 1.0 '{engine if pinned else ''}' && {KEPT} && {here}"
+    said = built(given, step, index).stderr
+    assert f"kept:{need}  a_need-1.0-py3-none-any.whl" in said
+    assert f"UNRECORDED: sha256 {need}" in said
+    assert (f"kept:{engine}" in said) is not pinned
+    assert "here:an-engine==1.0" in said
+    assert "here:nvidia-nccl" not in said  # the transport's own stays
+
+
+def test_a_wheel_of_another_checksum_than_the_pinned_is_not_installed(
+    given: Path, index: str
+) -> None:
+    actual = wheel(given, "an-engine")
+    ran = built(given, f"{SOLVED} /none an-engine 1.0 {'0' * 64}", index)
+    assert ran.returncode != 0
+    assert f"an_engine-1.0-py3-none-any.whl is {actual}, pinned is {'0' * 64}" in ran.stderr
+
+
+def test_a_given_wheel_of_what_no_lock_holds_brings_its_needs(given: Path, index: str) -> None:
+    wheel(given, "a-need")
+    (given / "own").mkdir()
+    engine = wheel(given / "own", "an-engine", "a-need")
+    said = built(given, f"{SOLVED} /src/own an-engine 9.9 '' && {KEPT}", index).stderr
+    assert f"kept:{engine}" in said
+    assert "Successfully installed a-need-1.0 an-engine-1.0" in said
+
+
+def test_a_wheel_that_no_index_gave_names_what_to_do(given: Path, index: str) -> None:
+    ran = built(given, f"{SOLVED} /none an-engine 1.0 ''", index)
+    assert ran.returncode != 0
+    assert "SRC_TRTLLM_WHEEL=FOLDER" in ran.stderr
 
 
 def test_no_wheel_where_one_must_be_given_names_the_option(given: Path) -> None:

@@ -46,6 +46,26 @@ def test_a_clean_image_has_no_finding(clean: Path) -> None:
     assert judged(clean) == set()
 
 
+def test_torchs_own_device_code_is_told_and_refused_only_where_it_is_set_to_work(
+    tmp_path: Path,
+) -> None:
+    """Every process with torch maps it, idle: nobody can have another torch 2.11."""
+    plant(tmp_path)
+    source = linked(3, 4, 5) + 'const char name[] = "TORCH_SYMMMEM";'
+    library(tmp_path / SITE / "torch/lib/libtorch_nvshmem.so", source)
+    image = guard.Image(root=tmp_path, expect=EXPECT, env=ENV)
+    assert guard.device_code(image, guard.files(image)) == {
+        "_C": "3.6.5",
+        "libtorch_nvshmem": "3.4.5",
+    }
+    assert judged(tmp_path) == set()
+    assert judged(tmp_path, env=ENV | {"TORCH_SYMMMEM": "CUDA"}) == set()
+    assert judged(tmp_path, env=ENV | {"TORCH_SYMMMEM": "NVSHMEM"}) == {"nvshmem-device"}
+    same = EXPECT | {"nvshmem": "3.4.5"}
+    one = guard.Image(tmp_path, same, {"TORCH_SYMMMEM": "NVSHMEM"})
+    assert not list(guard.check_torchs(one, guard.files(image)))
+
+
 def torchs_nccl(root: Path) -> None:
     library(root / SITE / "nvidia/nccl/lib/libnccl.so.2", nccl("2.28.9"))
 

@@ -241,6 +241,9 @@ def test_a_file_that_was_taken_without_a_checksum_is_named_after_every_build(
     assert images.unrecorded(["aiperf"], "2026-07", images.Roots()) == []
     given = {"SRC_GDRCOPY": str(tmp_path), "SHA256_GDRCOPY": "ab" * 32}
     assert images.unrecorded(["vllm"], "2026-07", images.roots(given)) == []
+    assert images.unrecorded(["trtllm"], "current", images.roots(given)) == ["trtllm"]
+    given |= {"SRC_TRTLLM_WHEEL": str(tmp_path)}  # its giver's, noted as such
+    assert images.unrecorded(["trtllm"], "current", images.roots(given)) == []
 
 
 def test_the_ca_bundle_and_pip_configuration_are_build_secrets(tmp_path: Path) -> None:
