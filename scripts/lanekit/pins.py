@@ -232,8 +232,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 _FROM: Final = re.compile(r"^\s*FROM\s+(\S+)", re.I)
-# What a version looks like: 1.2.3, a commit, a digest. Two-part numbers are too common in prose.
-_VERSION: Final = re.compile(r"\b(\d+\.\d+\.\d+\S*|[0-9a-f]{40}|[0-9a-f]{64})\b")
+# What a version looks like: 1.2.3, a commit, a digest, or whatever stands behind `==`. In a recipe,
+# which has neither prose nor waiting times, two parts or the beginning of a commit are enough.
+_VERSION: Final = re.compile(r"\b(\d+\.\d+\.\d+\S*|[0-9a-f]{40}|[0-9a-f]{64})\b|(?<=[\w\]]==)\d\S*")
+_SHORT: Final = re.compile(r"(?<![\w.])v?\d+\.\d+|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b")
 _LOOPBACK: Final = re.compile(r"\b(127\.0\.0\.1|0\.0\.0\.0)\b")
 
 
@@ -283,7 +285,8 @@ def _lint_versions(path: Path) -> Iterator[Finding]:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         for code in _code([line]):
             text = _LOOPBACK.sub("", code)
-            if version := _VERSION.search(text):
+            short = _SHORT.search(text) if path.name == "Dockerfile" else None
+            if version := _VERSION.search(text) or short:
                 yield Finding(str(path), number, f"'{version[0]}' belongs into pins.toml")
 
 

@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import msgspec
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 from lanekit import (
     cli,
@@ -463,6 +465,7 @@ def test_the_bill_names_every_package_and_is_the_same_twice() -> None:
     purls = {component["purl"] for component in made["components"]}
     assert {"pkg:pypi/vllm@0.24.0", "pkg:deb/debian/libc6@2.36-9"} <= purls
     assert bill == sbom.of("vllm", HELD, DIGEST)
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(bill.decode()) is None
 
 
 def test_the_contents_table_is_replaced_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """pins.toml: strictly read, no version twice, every argument declared and used."""
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,6 +147,11 @@ KNOWN = {"NCCL_VERSION": "2", "EFA_URL": "u"}
         ("FROM base\nARG MPI_VERSION\nRUN echo $MPI_VERSION", "is no pin's field"),
         ("FROM ubuntu:24.04\nRUN echo", "name a bake context"),
         ("FROM base\nRUN pip install torch==2.11.0", "'2.11.0' belongs"),
+        ("FROM base\nRUN pip install wheel==0.45", "'0.45' belongs"),
+        ("FROM base\nRUN pip install wheel[x]==45", "'45' belongs"),
+        ("FROM base\nRUN curl https://example.org/installer-1.50.tar.gz", "'1.50' belongs"),
+        ("FROM base\nRUN git checkout v2.6", "'v2.6' belongs"),
+        ("FROM base\nRUN git checkout b306af0", "'b306af0' belongs"),
         (f"FROM base\nRUN git checkout {'a' * 40}", "belongs into pins.toml"),
         (f"FROM base\nRUN echo {HEX64}", "belongs into pins.toml"),
     ],
@@ -159,6 +165,7 @@ def test_the_lint_lets_prose_and_proper_use_stand(tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
         "# 2.30.4 did this (2026-11-30)\nFROM base\nARG NCCL_VERSION EFA_URL\n"
         'RUN echo "${NCCL_VERSION}" $EFA_URL 127.0.0.1\n'
+        "RUN apt-get install python3 libnuma1 libhwloc15 && useradd --uid 10001 defaced\n"
     )
     assert pins.lint(tmp_path, KNOWN) == []
 
@@ -167,6 +174,19 @@ def test_the_repository_keeps_its_own_rules() -> None:
     found = pins.load()
     known = {k: v for stack in found.stacks for k, v in pins.arguments(found, stack).items()}
     assert pins.lint(images.IMAGES, known) == []
+
+
+def test_a_commit_that_a_series_starts_from_is_the_pinned_one() -> None:
+    """A series names its base itself, so that it can be applied without an image."""
+    bases: dict[str, set[str]] = {}
+    for path in (paths.ROOT / "patches").glob("*/*/series.toml"):
+        source = tomllib.loads(path.read_text())["source"]
+        bases.setdefault(source.get("git", ""), set()).add(source["base"])
+    for name, pin in pins.load().pin.items():
+        if pin.kind == "git":
+            values = [pin.both] if pin.both else [*pin.stack.values()]
+            commits = {value.commit for value in values}
+            assert commits <= bases[pin.source.removesuffix(".git")], name
 
 
 def test_packages_pinned_twice_are_equal() -> None:
