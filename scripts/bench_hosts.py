@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from bench_verify import start_up
-from lanekit import case, judge, machine, paths, planning, process, spec
+from lanekit import case, judge, logs, machine, paths, planning, process, spec
 from lanekit import drop as drops
 from lanekit.plan import Plan, Service
 
@@ -87,10 +87,12 @@ def simulate(hosts: int) -> Took:
         drop.seal()
         marks.append(time.perf_counter())
         files = tuple(sorted(drop.path.glob("logs/*")))
-        subject = case.Subject(drop.path, files, "micro", "v2", name, made.contract, ours=True)
-        found = case.judged(subject, judge.Facts(spec.profile(name), None, batch=True), (), ())
+        found = tuple(logs.find(drop.path, files, ours=True))
+        of = ("micro", "v2", name, made.contract)
+        subject = case.Subject(drop.path, files, *of, found, ours=True)
+        verdict = case.judged(subject, judge.Facts(spec.profile(name), None, batch=True), (), ())
         marks.append(time.perf_counter())
-    seen = next(check.actual for check in found.checks if check.id == "elastic-proxy")
+    seen = next(check.actual for check in verdict.checks if check.id == "elastic-proxy")
     ranks = seen.partition(";")[0]
     plan, launch, collect, verify = (b - a for a, b in itertools.pairwise(marks))
     return Took(hosts, plan, launch, collect, verify, ranks)

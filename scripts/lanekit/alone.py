@@ -74,7 +74,7 @@ def _ended(dead: str, say: Say) -> bool:
     scratch = Path(manifest.scratch)
     if scratch.name.startswith(drops.SCRATCH) and scratch.parent == Path(tempfile.gettempdir()):
         shutil.rmtree(scratch, ignore_errors=True)
-    removed, unreached = compose.end_the_dead(Path(dead), manifest)
+    removed, unreached = compose.end_the_dead(Path(dead), manifest, say)
     if removed:
         ids = ", ".join(identity[:12] for identity in removed)
         say(f"removed what a dead run left: containers {ids} ({dead})")

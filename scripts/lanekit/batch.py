@@ -23,8 +23,7 @@ LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
 EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
 ROWS: Final = 1 << 14  # of a log's table; the largest sweep prints 150
 FIRSTS: Final = frozenset(  # how rows of the two programs begin
-    b"copy-local copy-peer launch dispatch combine pair expanded-dispatch cached-dispatch "
-    b"reduced-combine all_to_all floor reference arm".split()
+    b"copy-local copy-peer launch dispatch combine pair all_to_all floor reference arm".split()
 )
 SHOWN: Final = 8  # of what is wrong
 TORCHRUN: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what a program's options follow from, too
@@ -49,7 +48,7 @@ def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ..
         Unreadable: there are more than ROWS.
     """
     firsts = {(getattr(r, "op", "") or getattr(r, "role", "")).encode() for r in records} - {b""}
-    firsts |= FIRSTS
+    firsts |= FIRSTS | {op.encode() for op in variants()}
     found: set[tuple[str, ...]] = set()
     whole: Any = stream  # unbuffered: a line would be read byte by byte
     buffered = io.BufferedReader(whole, 1 << 20)
@@ -156,6 +155,15 @@ def _program(name: str) -> Any:
     """A lane's program, which alone knows its options and what follows from them."""
     path = paths.ROOT / "lanes" / PROGRAMS[name] / name
     return programs.load(f"lane_{PROGRAMS[name]}", path)
+
+
+def variants() -> dict[str, tuple[str, str]]:
+    """The micro program's own table: variant -> its check, and the exchange whose bytes it moves.
+
+    Of its run with --variants; as lanes/micro/ep_bench.py has it.
+    """
+    found: dict[str, tuple[str, str]] = _program("ep_bench.py").VARIANTS
+    return found
 
 
 def clocks(cells: Mapping[str, Taken]) -> Check:

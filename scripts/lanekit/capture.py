@@ -19,6 +19,7 @@ from lanekit import toml
 
 RESOURCE: Final = Path(__file__).parent / "resources" / "doctor.toml"
 PATIENCE_S: Final = 180.0
+CONNECT_S: Final = 10  # for a connection and its handshake
 KEPT: Final = 256 * 1024  # characters of one answer; `docker image ls` can be long
 ABSENT: Final = 127  # what sh answers for a command that is not there
 KILLED: Final = 137  # what `timeout -s KILL` answers
@@ -88,7 +89,7 @@ def _command(ssh: str) -> list[str]:
     if not ssh:
         return ["sh", "-s"]
     where, _, port = ssh.partition(":")
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *(["-p", port] if port else [])]
+    options = ["-oBatchMode=yes", f"-oConnectTimeout={CONNECT_S}", *(["-p", port] if port else [])]
     return ["ssh", *options, "--", where, "sh -s"]
 
 

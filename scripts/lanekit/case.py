@@ -104,6 +104,7 @@ class Subject(msgspec.Struct, frozen=True):
     arm: str
     profile: str
     contract: str
+    logs: tuple[logs.Log, ...]
     said: tuple[str, ...] = ()
     ours: bool = False
 
@@ -138,12 +139,14 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     if manifest.state == "complete":
         name, said = _contract(drop, manifest, known)
     said = (*said, *row.said(manifest, known))
-    subject = Subject(drop, tuple(files), held.lane, held.arm, held.profile, name, said, ours=True)
+    found = tuple(logs.find(drop, files, ours=True))
+    subject = Subject(
+        drop, tuple(files), held.lane, held.arm, held.profile, name, found, said, ours=True
+    )
     if manifest.state != "complete":
         return _incomplete(subject, manifest)
-    found = _found_logs(subject)
     checks = [
-        _integrity(drop, files, manifest.files, found),
+        _integrity(subject, manifest.files),
         _copies(subject),
         row.logs(plan, (log.unpacked for log in found)),
     ]
@@ -291,7 +294,7 @@ def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]
     planned = reading.dig(manifest.plan, "cells", cell)
     name, command = str(reading.dig(planned, "log")), reading.array(reading.dig(planned, "command"))
     printed: frozenset[tuple[str, ...]] = frozenset()
-    for log in (each.path for each in _found_logs(subject) if each.unpacked == name):
+    for log in (each.path for each in subject.logs if each.unpacked == name):
         with logs.opened(log) as stream:
             printed = batch.printed(stream, found)
     return batch.Taken(found, tuple(map(str, command)), printed, row.clock(manifest))
@@ -357,13 +360,11 @@ def _incomplete(subject: Subject, manifest: Manifest) -> Verdict:
     )
 
 
-def _integrity(
-    drop: Path, files: Sequence[Path], listed: Mapping[str, str], found: Iterable[logs.Log]
-) -> Check:
+def _integrity(subject: Subject, listed: Mapping[str, str]) -> Check:
     """Every file is the one the run left; the verdict's own file and the manifest aside. A log that
     was packed since is its contents."""
-    there = {path.relative_to(drop).as_posix(): path for path in files}
-    for log in found:
+    there = {path.relative_to(subject.root).as_posix(): path for path in subject.files}
+    for log in subject.logs:
         if log.unpacked in listed and log.unpacked not in there:
             there[log.unpacked] = there.pop(log.name)
     missing = sorted(set(listed) - set(there))
@@ -404,7 +405,7 @@ def _copies(subject: Subject) -> Check:
     ours leaves none. A stranger may have kept a log under two names: it is read once."""
     names = (records.RECORDS, records.SUMMARY, micro.NAME, training.NAME)
     kept = [path for path in subject.files if path.name in names]
-    twins = _twins([*kept, *(log.path for log in _found_logs(subject))] if subject.ours else kept)
+    twins = _twins([*kept, *(log.path for log in subject.logs)] if subject.ours else kept)
     same = [" = ".join(p.relative_to(subject.root).as_posix() for p in group) for group in twins]
     return Check(
         id="copies",
@@ -481,12 +482,14 @@ def _hosts(drop: Path, files: Sequence[Path]) -> dict[str, Any]:
 
 def foreign(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> Verdict:
     """The verdict of a drop without manifest, or of a log alone."""
-    if not drop.is_file() and not logs.find(drop, files, ours=False) and not records.find(drop):
+    alone = logs.Log(drop, drop.name, "", drop.name, 0)
+    found = (alone,) if drop.is_file() else tuple(logs.find(drop, files, ours=False))
+    if not found and not records.find(drop):
         raise Unreadable(
             f"{drop}: no manifest, no log and no AIPerf export",
             remedy="Give the directory that a run left, or a serve log.",
         )
-    subject = _inferred(drop, files, given)
+    subject = msgspec.structs.replace(_inferred(drop, files, given), logs=found)
     loads = _own_loads(drop) if drop.is_dir() else []
     facts = Facts(profile=spec.profile(subject.profile), requests=_total(loads))
     checks = [_copies(subject), *loading.load(loads, ())] if drop.is_dir() else []
@@ -546,7 +549,7 @@ def _inferred(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]
     if drop.is_file():
         said.append("a log alone: the transport is judged, nothing is known about the load")
     name = row.contracts[fleet]
-    return Subject(drop, tuple(files), row.lane, row.arm, fleet, name, tuple(said))
+    return Subject(drop, tuple(files), row.lane, row.arm, fleet, name, (), tuple(said))
 
 
 def _own_loads(drop: Path) -> list[Load]:
@@ -702,20 +705,12 @@ def _fits(found: Contract, profile: spec.Profile) -> None:
 def _serve_logs(subject: Subject) -> list[logs.Log]:
     """The logs to read: of those with the same bytes the first, and none that was packed and kept
     beside what came of it (`gzip -k`)."""
-    found = _found_logs(subject)
-    again = {path for same in _twins(log.path for log in found) for path in same[1:]}
-    plain = {log.name: log.path for log in found if log.name == log.unpacked}
-    for log in found:
+    again = {path for same in _twins(log.path for log in subject.logs) for path in same[1:]}
+    plain = {log.name: log.path for log in subject.logs if log.name == log.unpacked}
+    for log in subject.logs:
         if (whole := plain.get(log.unpacked)) and whole != log.path:
             again |= {log.path} if logs.digest(log.path) == drops.sha256(whole) else set()
-    return [log for log in found if log.path not in again]
-
-
-def _found_logs(subject: Subject) -> list[logs.Log]:
-    if subject.root.is_file():
-        name = subject.root.name
-        return [logs.Log(subject.root, name, "", name, 0)]
-    return logs.find(subject.root, subject.files, ours=subject.ours)
+    return [log for log in subject.logs if log.path not in again]
 
 
 def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:

@@ -5,8 +5,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from lanekit import published, spec
-from lanekit.exchanges import VARIANTS
+from lanekit import batch, published, spec
 from lanekit.published import Figure, Published
 from lanekit.verdict import MicroRow, StepRow, Verdict
 
@@ -58,7 +57,9 @@ def _micro(rows: Sequence[MicroRow]) -> Mapping[str, float]:
     times = {row.op: row.p50_us for row in shaped if row.mode == mode}
     found = {f"{op}_p50_us": times[op] for op in ("dispatch", "combine") if op in times}
     found |= {"dc_p50_us": sum(found.values())} if len(found) == 2 else {}
-    variants = {f"{op.replace('-', '_')}_p50_us": times[op] for op in VARIANTS if op in times}
+    variants = {
+        f"{op.replace('-', '_')}_p50_us": times[op] for op in batch.variants() if op in times
+    }
     return found | variants
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
+from lanekit import capture, fleet, hosts, images, manifests, paths, process, ssh
 from lanekit import drop as drops
-from lanekit import fleet, hosts, images, manifests, paths, process, ssh
 from lanekit.errors import HostLost, LaneError, ServerDied
 from lanekit.manifest import Manifest, Process
 from lanekit.plan import (
@@ -568,23 +568,31 @@ def remove(
     return gone
 
 
-def end_the_dead(drop: Path, dead: Manifest) -> tuple[list[str], list[str]]:
+def end_the_dead(drop: Path, dead: Manifest, say: Say) -> tuple[list[str], list[str]]:
     """Remove the containers of a dead run: those it recorded and those that bear its label, since
     a kill between a container's start and its record leaves the label alone.
 
     Returns the ids that were removed, and the hosts that could not be reached, with the reason.
     """
-    gone: list[str] = []
-    unreached: list[str] = []
-    if not any(each.container for each in dead.processes) and not (drop / FOLDER).is_dir():
-        return gone, unreached
-    for host in hosts.of(dead.plan):
+    where = hosts.of(dead.plan)
+    left = any(each.container for each in dead.processes) or (drop / FOLDER).is_dir()
+    if not left or not where:
+        return [], []
+    say(f"looking for what a dead run left on {hosts.said(where)} ({drop})")
+
+    def end(host: Host) -> tuple[list[str], str]:
+        # Asked first: without a limit of its own `docker -H ssh://` waited 62 s for a host that
+        # was gone, and for ever for one that took the connection (2026-12-01).
+        if host.ssh and (why := capture.capture(host.name, {}, ssh=host.ssh).error):
+            return [], f"{host.name}: {why}"
         ids = [each.container for each in dead.processes if each.host in ("", host.name)]
         try:
             docker = images.docker(host.ssh)
         except LaneError as error:
-            unreached.append(f"{host.name}: {error}")
-            continue
+            return [], f"{host.name}: {error}"
         found = docker.container.list(all=True, filters=[("label", f"{LABEL}={drop}")])
-        gone += remove(docker, dict.fromkeys([*filter(None, ids), *(x.id for x in found)]), 3)
-    return gone, unreached
+        return remove(docker, dict.fromkeys([*filter(None, ids), *(x.id for x in found)]), 3), ""
+
+    with ThreadPoolExecutor(min(len(where), 32)) as pool:
+        ended = list(pool.map(end, where))
+    return [each for gone, _ in ended for each in gone], [why for _, why in ended if why]

@@ -239,6 +239,11 @@ def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
     return found
 
 
+def builds(name: str) -> bool:
+    """Whether a contract lets a DeepEP buffer be built."""
+    return "no-buffer" not in load(name).required
+
+
 def _extended(found: Contract, folder: Path) -> Contract:
     """A contract with what it has of the one it extends."""
     if not found.extends:

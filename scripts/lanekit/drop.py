@@ -5,6 +5,7 @@ import datetime
 import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
@@ -202,22 +203,20 @@ def git() -> dict[str, str]:
         kept = all(_still(paths.ROOT / name, was) for name, was in known.files.items())
         kept = kept and _carried() <= known.files.keys()
         return known.git if kept else known.git | {"dirty": "yes"}
-    commit, dirty = asked_of_git("rev-parse", "HEAD"), asked_of_git("status", "--porcelain", "-uno")
-    if commit is None or dirty is None:
+    said = asked_of_git("status", "--porcelain=v2", "--branch", "-uno") or ""
+    commit = re.match(r"# branch\.oid ([0-9a-f]{40,64})$", said, re.M)
+    if commit is None:
         return {}
-    return {"commit": commit, "dirty": "yes" if dirty else "no"}
+    return {"commit": commit[1], "dirty": "yes" if re.search(r"^[^#]", said, re.M) else "no"}
 
 
 def asked_of_git(*words: str) -> str | None:
     """What git says of this checkout; None where git, the checkout or the thing is missing, and
     where another repository holds this folder: its commit and its remote are not ours."""
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(paths.ROOT.parent)}
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        ask = ("git", "-C", str(paths.ROOT))
-        said = [
-            subprocess.check_output((*ask, *each), text=True, stderr=subprocess.DEVNULL).strip()
-            for each in (("rev-parse", "--show-prefix"), words)
-        ]
-        return None if said[0] else said[1]
+        ask = ("git", "-C", str(paths.ROOT), *words)
+        return subprocess.check_output(ask, text=True, stderr=subprocess.DEVNULL, env=env).strip()
     return None
 
 

@@ -15,12 +15,6 @@ SHAPES: Final = 1 << 12  # of a sweep; the largest has 72
 SHOWN: Final = 16  # repetitions
 LARGEST: Final = (1 << 16, 1 << 10)  # experts and topk of a shape; models of 2026 have 512 and 16
 EXCHANGES: Final = ("dispatch", "combine", "pair")
-# Of a run with --variants: the round trip that is checked first, and whose bytes they move.
-VARIANTS: Final = {
-    "expanded-dispatch": ("expanded", "dispatch"),
-    "cached-dispatch": ("cached", "dispatch"),
-    "reduced-combine": ("expanded", "combine"),
-}
 
 
 def judge(cells: Mapping[str, Taken], ranks: int) -> list[Check]:
@@ -95,7 +89,7 @@ def _figures(records: Sequence[Record], ranks: int) -> Iterator[str]:
                 yield f"{r.op} {_named(r)}: its times or its GB/s cannot be"
             if r.tokens and moved[r.shape].setdefault(r.op, r.bytes) != r.bytes:
                 yield f"{r.op} {_named(r)}: other bytes in another repetition"
-            of = "" if r.op in EXCHANGES else VARIANTS.get(r.op, (None,))[0]
+            of = "" if r.op in EXCHANGES else batch.variants().get(r.op, (None,))[0]
             if of is not None and (of, r.mode, r.shape) not in checked:
                 yield f"{r.op} {_named(r)}: timed before it was checked"
     for shape, found in moved.items():
@@ -143,7 +137,7 @@ def _carried(shape: Shape, moved: Mapping[str, int], ranks: int) -> str:
         return "the pair is not dispatch and combine"
     if abs(moved.get("all_to_all", moved["dispatch"]) - moved["dispatch"]) > 1:
         return "all_to_all does not move the bytes of the dispatch"
-    for op, (_, like) in VARIANTS.items():
+    for op, (_, like) in batch.variants().items():
         if moved.get(op, moved[like]) != moved[like]:
             return f"{op} does not move the bytes of {like}"
     peers, here = max(1, ranks - 1), experts // ranks
@@ -173,12 +167,12 @@ def _as_planned(taken: Taken) -> list[str] | None:
             seen[r.op, r.mode, r.shape if r.tokens else r.bytes].append(r.rep)
             if r.iterations != options.iterations:
                 wrong.append(f"{r.op} {_named(r)}: {r.iterations} iterations")
-    wanted = {*EXCHANGES, *(VARIANTS if options.variants else ())}
+    wanted = {*EXCHANGES, *(batch.variants() if options.variants else ())}
     for op, mode, each in itertools.product(sorted(wanted), options.modes, shapes):
         seen[op, mode, each] += []
     for (op, mode, shape), reps in seen.items():
         planned = not isinstance(shape, Shape) or (mode in options.modes and shape in shapes)
-        planned &= op not in VARIANTS or op in wanted
+        planned &= op not in batch.variants() or op in wanted
         if not planned or len(reps) != options.repeat or reps != list(range(len(reps))):
             size = f"{shape.dtype} {shape.tokens}" if isinstance(shape, Shape) else shape
             wrong.append(f"{op} {mode} {size}: repetitions {reps[:SHOWN] or 'none'}, " + (

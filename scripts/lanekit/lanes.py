@@ -1,6 +1,5 @@
 """Every row with its state: for `lanekit lanes`, the matrix in the README, and RESULTS.md."""
 
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -118,8 +117,7 @@ def failing(arm: spec.Arm, profile: str) -> spec.KnownFailing | None:
 
 def tracked() -> list[Path]:
     """The drops that git tracks; none outside a checkout."""
-    ask = ("git", "-C", str(paths.ROOT), "ls-files", "results/*/manifest.json")
-    told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    told = drops.asked_of_git("ls-files", "results/*/manifest.json") or ""
     return [(paths.ROOT / name).parent for name in sorted(told.split())]
 
 

@@ -362,7 +362,8 @@ def shape_of(name: str) -> Shape:
     shape = SHAPES.get(name)
     if shape is None:
         raise ModelError(
-            f"no stand-in model named '{name}'", remedy=f"Known: {', '.join(sorted(SHAPES))}."
+            f"MODEL: no stand-in model named '{name}'",
+            remedy=f"Known: built:{', built:'.join(sorted(SHAPES))}.",
         )
     return shape
 

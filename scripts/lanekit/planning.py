@@ -329,9 +329,28 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What of a plan will refute its drop in the end."""
+    """What of a plan will refute its drop in the end, and what no lock brings it."""
     made = variables.remade(spec.lane(plan.lane), plan.arm, plan.extra_env)
-    return [f"{said}: its verdict will be `refuted`" for said in made]
+    lacks = _lacks(plan)
+    return [f"{said}: its verdict will be `refuted`" for said in made] + [lacks] * bool(lacks)
+
+
+def _lacks(plan: Plan) -> str:
+    """What a run in place needs SERVER_PYTHON= for, where it was not given: the engine that only an
+    image holds, the DeepEP wheel that no index has, our patch series."""
+    server = plan.environments[SERVER]
+    if plan.containers or not (server.locks or server.name.startswith("image ")):
+        return ""
+    if not server.locks:
+        need = "" if Path(server.python).exists() else f"{plan.engine}, as {server.name} holds it"
+    else:
+        buffer = spec.profile(plan.profile).gpus > 0 and contract.builds(plan.contract)
+        need = " and ".join(["deep_ep"] * buffer + [f"series {name}" for name in plan.patches])
+    held = f"what locks/{', '.join(server.locks)} says and " if server.locks else ""
+    return need and (
+        f"no lock brings {need}: SERVER_PYTHON= must name a Python that holds {held}that "
+        f"(lanes/{plan.lane}/README.md)"
+    )
 
 
 def _shape(plan: Plan, chosen: Choice) -> dict[str, int]:
@@ -533,11 +552,17 @@ def _require_sound(options: Options) -> None:
             f"TORCH_INDEX: '{index}' is no address of an index",
             remedy="Give one that begins with http:// or https://, or `none` to ask nobody.",
         )
-    if (root := Path(options.results)) != Path() and (root / MANIFEST).exists():
-        raise ConfigError(
-            f"RESULTS: {options.results} is a drop already; one inside it would refute it",
-            remedy="Name the folder that new drops go into, or none for results/.",
-        )
+    root = Path(options.results).resolve() if options.results else paths.RESULTS
+    there = next(each for each in (root, *root.parents) if each.exists())
+    for wrong, why in (
+        ((root / MANIFEST).exists(), "is a drop already; one inside it would refute it"),
+        (not there.is_dir() or not os.access(there, os.W_OK), "is no folder that can be written"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"RESULTS: {options.results or root} {why}",
+                remedy="RESULTS=DIR names the folder that new drops go into, else it is results/.",
+            )
 
 
 def _require_runnable(plan: Plan) -> None:
@@ -612,18 +637,19 @@ def _launcher(name: str, profile: spec.Profile) -> str:
     return name or ("process" if profile.hosts == 1 else "compose")
 
 
-def _model(options: Options, model: spec.Model) -> ModelPlan:
-    source = options.model or model.source
-    name = "lane-model" if options.model else model.served_name
+def _model(options: Options, own: spec.Model) -> ModelPlan:
+    source = options.model or own.source
+    name = "lane-model" if options.model else own.served_name
     if source.startswith("built:"):
-        path = str(paths.CACHE / "models" / source.removeprefix("built:"))
+        model.shape_of(made := source.removeprefix("built:"))
+        path = str(paths.CACHE / "models" / made)
     elif Path(source).is_dir():
         path = str(Path(source).resolve())
     else:
         path = source
     if Path(path).is_absolute() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        shape = {} if options.model else model.shape
-        return ModelPlan(path, name, source, model.dummy_weights and not options.model, shape)
+        shape = {} if options.model else own.shape
+        return ModelPlan(path, name, source, own.dummy_weights and not options.model, shape)
     raise ConfigError(
         f"MODEL: '{source}' is neither a directory here nor a hub id",
         remedy="Give a directory in the Hugging Face layout, or a hub id such as Qwen/Qwen3-0.6B.",

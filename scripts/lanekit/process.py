@@ -282,7 +282,7 @@ def exited(code: int) -> str:
 
 
 class Occurrences:
-    """How often a word stands in a growing log; every call reads only what is new."""
+    """How often a word stands in a growing log; every call reads only the lines that are new."""
 
     def __init__(self, log: Path, word: bytes) -> None:
         self._log, self._word = log, word
@@ -293,6 +293,7 @@ class Occurrences:
         with suppress(OSError), self._log.open("rb") as stream:
             stream.seek(self._at)
             new = stream.read()
+            new = new[: new.rfind(b"\n") + 1]
             self._at += len(new)
             self._found += new.count(self._word)
         return self._found

@@ -97,7 +97,8 @@ def write() -> str:
     found: list[Row] = []
     times: list[tuple[str, Verdict]] = []
     beside = ""
-    for drop in lanes.tracked() or sorted(x.parent for x in paths.RESULTS.glob("*/manifest.json")):
+    tracked = lanes.tracked()
+    for drop in tracked or sorted(x.parent for x in paths.RESULTS.glob("*/manifest.json")):
         try:
             verdict = verify.verify(drop)
             found += rows(drop, verdict)
@@ -107,7 +108,8 @@ def write() -> str:
         if verdict.micro or verdict.steps:
             times.append((drop.name, verdict))
     paths.RESULTS.mkdir(parents=True, exist_ok=True)
-    parts = (_markdown(found, times), _BESIDE + (beside or "None yet.\n"), _unmeasured())
+    unmeasured = _unmeasured(committed=bool(tracked))
+    parts = (_markdown(found, times), _BESIDE + (beside or "None yet.\n"), unmeasured)
     text = "".join((*parts, _published(known)))
     drops.atomic(paths.RESULTS / "RESULTS.md", text.encode())
     count = len(found) + len(times)
@@ -181,10 +183,10 @@ def _backing(row: published.Row) -> str:
     return row.evidence if row.supported else f"not supported ({row.evidence})"
 
 
-def _unmeasured() -> str:
+def _unmeasured(*, committed: bool) -> str:
     """The rows of this checkout without a drop, by what keeps them."""
     kept: dict[str, list[str]] = {}
-    for entry in lanes.entries():
+    for entry in lanes.entries(committed=committed):
         if entry.lacking or entry.failing is not None:
             cells = f" ({','.join(entry.lacking)})" if entry.measured and not entry.failing else ""
             kept.setdefault(entry.waits, []).append(

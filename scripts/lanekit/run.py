@@ -39,6 +39,7 @@ from lanekit import (
     report,
     slurm,
     spec,
+    triage,
     verify,
 )
 from lanekit import drop as drops
@@ -48,6 +49,8 @@ from lanekit.plan import CellPlan, Plan, inherited
 from lanekit.progress import Progress
 
 POLL_S: Final = 0.2
+# vLLM on two cores says its first word after 30 to 45 s, when torch and itself are imported.
+SILENT: Final = "it runs and says nothing yet: engines load their libraries first, about a minute"
 _WHO: Final = {"aiperf": "AIPerf", "batch": "the program"}
 
 
@@ -69,6 +72,7 @@ class Run:
         self._scratch = ""
         self._served: process.Occurrences | None = None
         self._before = 0
+        self._endless: list[tuple[triage.Signature, process.Occurrences]] = []
 
     def env(self, own: Mapping[str, str]) -> dict[str, str]:
         """The variables of something that is started: inherited, its own, and a scratch folder.
@@ -229,8 +233,8 @@ class Run:
                         f"no completion came back within {self.ready_s:.0f} s",
                         remedy=f"Read {self._launcher.logs()[0]}; raise ready_s in lane.toml.",
                     )
-                words = _last(self._launcher.logs())
-                self.progress.now(f"starting, {waited:.0f} s: {words or 'no line yet'}")
+                words = _last(self._launcher.logs()) or SILENT
+                self.progress.now(f"starting, {waited:.0f} s: {words}")
                 time.sleep(POLL_S)
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
 
@@ -267,6 +271,11 @@ class Run:
         self.drop.manifest.stage = f"sweeping {name}" if name != spec.WARM else "warming"
         begin = time.monotonic()
         self._before = self._served.count() if self._served else 0
+        self._endless = [
+            (known, process.Occurrences(first, known.literals[0].encode()))
+            for known in (triage.signatures() if cell.requests else ())
+            if known.endless
+        ]
         load = f"{cell.requests} requests at concurrency {cell.concurrency}"
         self.progress.say(f"{name}: {load if cell.requests else shlex.join(cell.command[1:])}")
         task = None
@@ -298,6 +307,11 @@ class Run:
     def _watch(self, name: str, cell: CellPlan, task: process.Task, begin: float) -> None:
         self._launcher.check()
         self.drop.require_room()
+        for known, words in self._endless:
+            if words.count():
+                raise CellFailed(
+                    f"{name}: AIPerf said '{known.literals[0]}': {known.means}", remedy=known.fix
+                )
         spent = time.monotonic() - begin
         if spent > cell.deadline_s:
             where = "".join(f", still running on host {host}" for host in task.late())

@@ -48,7 +48,8 @@ _EXCEPTION: Final = re.compile(
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A failure that was met before; see resources/signatures.toml."""
+    """A failure that was met before; see resources/signatures.toml. endless: a load generator says
+    it and then waits for ever, so that the run ends the load point."""
 
     id: str
     kind: Kind
@@ -59,6 +60,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frame: str = ""
     fix: str = ""
     next: str = ""
+    endless: bool = False
 
     def fits(self, text: str, frame: str = "") -> bool:
         """Whether a line, with the last frame before it, is this failure."""

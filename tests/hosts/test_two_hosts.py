@@ -183,8 +183,11 @@ def test_vllm_serves_from_both_hosts_and_is_swept_on_the_leader(
     fleet: Fleet, model_path: Path
 ) -> None:
     """Real vLLM with a data-parallel rank a host, real AIPerf in the leader's network."""
-    child = fleet.start(f"--model={model_path}", "--cells=load", lane="dp")
-    said, _ = child.communicate(timeout=4 * WAIT_S)
+    for _ in range(2):  # AIPerf tears a prompt now and then, its own race that 0.12.0 has mended
+        child = fleet.start(f"--model={model_path}", "--cells=load", lane="dp")
+        said, _ = child.communicate(timeout=4 * WAIT_S)
+        if "Failed to decode conversation data" not in said:
+            break
     manifest = fleet.manifest()
     assert manifest.state == "complete", said
     assert "comparing" in said, "the model of both hosts was not compared"

@@ -83,7 +83,10 @@ def test_the_lane_in_containers_is_proven_and_leaves_nothing(
     start: Callable[[], subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     before = volumes()
-    said, _ = (child := start()).communicate(timeout=1200)
+    for _ in range(2):  # AIPerf tears a prompt now and then, its own race that 0.12.0 has mended
+        said, _ = (child := start()).communicate(timeout=1200)
+        if "Failed to decode conversation data" not in said:
+            break
     assert child.returncode == 0, said
     assert "proven" in said
     assert labelled(tmp_path) == []
@@ -135,7 +138,7 @@ def test_a_container_the_kill_left_unrecorded_is_found_by_its_label(
     path = max(tmp_path.glob("2*"))
     unrecorded = drop.read(path)
     unrecorded.processes.clear()
-    removed, _ = compose.end_the_dead(path, unrecorded)
+    removed, _ = compose.end_the_dead(path, unrecorded, print)
     assert len(removed) == 1
     assert labelled(tmp_path) == []
 

@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lanekit import drop, envs, model, paths, verify
+from lanekit import drop, envs, model, paths, triage, verify
 from lanekit.manifest import Manifest
 
 pytestmark = pytest.mark.lane
 START_S = 600.0  # two busy cores need minutes for what takes half a minute alone
+TORN = next(x.literals[0] for x in triage.signatures() if x.id == "aiperf-prompt-torn")
 LANE = (sys.executable, "-m", "lanekit", "run", "vllm", "--profile", "cpu")
 
 
@@ -47,6 +48,12 @@ class Lane:
         code = child.wait(timeout=START_S + 600)
         said = self.results.parent / f"said-{self.children.index(child)}.txt"
         return code, said.read_text()
+
+    def whole(self, *args: str) -> tuple[int, str]:
+        """A run to its end: its exit code and what it said; once more where AIPerf tore a prompt,
+        which is a race of its own that 0.12.0 has mended, and no fault of the lane."""
+        code, said = self.end(self.start(*args))
+        return self.end(self.start(*args)) if code and TORN in said else (code, said)
 
     def newest(self) -> Path:
         """The newest drop."""
@@ -106,7 +113,7 @@ def requests_served(path: Path) -> int:
 
 
 def test_the_whole_sweep_is_proven_and_prints_its_rows(lane: Lane) -> None:
-    code, said = lane.end(lane.start())
+    code, said = lane.whole()
     assert code == 0, said
     path = lane.newest()
     manifest = drop.read(path)
@@ -126,7 +133,7 @@ def test_the_whole_sweep_is_proven_and_prints_its_rows(lane: Lane) -> None:
 
 
 def test_a_cpu_drop_never_satisfies_an_efa_contract(lane: Lane) -> None:
-    code, _ = lane.end(lane.start("--cells", "c4"))
+    code, _ = lane.whole("--cells", "c4")
     assert code == 0
     log = next(lane.newest().glob("logs/*.log"))
     verdict = verify.verify(log, lane="vllm", arm="epnc1", profile="p5en-x2")
@@ -178,9 +185,9 @@ def test_interrupted_while_starting_then_killed_while_sweeping_then_sound(lane: 
     assert lane.strays(), "the next run must have something to clean"
     assert "sweeping" in verify.verify(lane.newest()).reason
 
-    code, said = lane.end(lane.start("--cells", "c4"))
+    code, said = lane.whole("--cells", "c4")
     assert code == 0, said
-    assert "ended what a killed run left" in said
+    assert "ended what a killed run left" in (lane.results.parent / "said-2.txt").read_text()
 
 
 def test_aiperf_exits_0_with_failed_requests_and_is_refuted_all_the_same(lane: Lane) -> None:

@@ -1,12 +1,14 @@
 """The Compose file of a plan: what it lets a container do, without a Docker engine."""
 
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from lanekit import compose, machine, planning
+from lanekit import capture, compose, machine, planning
 from lanekit.errors import ConfigError
 from lanekit.manifest import Manifest, Row
 from lanekit.plan import Containers, Plan
@@ -102,7 +104,27 @@ def test_gpus_and_nics_are_passed_in_where_the_profile_has_them(plan: Plan) -> N
 
 def test_a_drop_of_processes_asks_no_docker(tmp_path: Path) -> None:
     dead = Manifest(Row("l", "a", "p", ()), "s", "failed", "", {}, {}, {})
-    assert compose.end_the_dead(tmp_path, dead) == ([], [])
+    assert compose.end_the_dead(tmp_path, dead, print) == ([], [])
+
+
+def test_hosts_of_a_dead_run_that_are_gone_are_said_and_given_up_on(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts that take a connection and say nothing, as one that hangs does."""
+    if shutil.which("ssh") is None:
+        pytest.skip("needs ssh")
+    monkeypatch.setattr(capture, "CONNECT_S", 1)
+    (tmp_path / compose.FOLDER).mkdir()
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        fleet = [msgspec.structs.replace(plan.hosts[0], name=name, ssh=where) for name in "ab"]
+        held = {"hosts": msgspec.to_builtins(fleet)}
+        dead = Manifest(Row("l", "a", "p", ()), "s", "failed", "", held, {}, {})
+        gone, unreached = compose.end_the_dead(tmp_path, dead, said.append)
+    assert said == [f"looking for what a dead run left on a, b ({tmp_path})"]
+    assert gone == []
+    assert [each.partition(":")[0] for each in unreached] == ["a", "b"]
 
 
 def test_an_unknown_launcher_names_the_known_ones(bare: machine.Machine) -> None:

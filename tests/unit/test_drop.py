@@ -70,7 +70,12 @@ def test_a_results_folder_that_cannot_be_written_is_refused(
     bare: machine.Machine, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    made = planning.make(planning.Options(lane="vllm", results=str(tmp_path / "file")), bare)
+    for results in ("file", "file/below", "/dev/null"):
+        with pytest.raises(ConfigError, match="is no folder that can be written") as caught:
+            planning.make(planning.Options(lane="vllm", results=str(tmp_path / results)), bare)
+        assert "RESULTS=" in caught.value.remedy
+    made = planning.make(planning.Options(lane="vllm", results=str(tmp_path / "later")), bare)
+    (tmp_path / "later").write_text("")
     with pytest.raises(ConfigError, match="cannot write the drop") as caught:
         drop.Drop.create(made)
     assert "RESULTS=" in caught.value.remedy

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -234,6 +235,25 @@ def test_a_tree_inside_another_repository_takes_neither_its_commit_nor_its_sourc
     assert images.checkout() == {}
     with pytest.raises(ConfigError, match="no registry was named"):
         registry.default()
+
+
+def test_what_a_checkout_is_made_of_is_one_question_to_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "clone").mkdir()
+    _clone(tmp_path / "clone", "https://github.com/me/mine")
+    counted = tmp_path / "git"
+    counted.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\nexec {shutil.which("git")} "$@"\n'
+    )
+    counted.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "clone")
+    assert drop.git()["dirty"] == "no"
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+    (tmp_path / "clone" / "file").write_text("one")
+    subprocess.run(["git", "-C", str(tmp_path / "clone"), "add", "file"], check=True)
+    assert drop.git()["dirty"] == "yes"
 
 
 def test_a_file_that_was_taken_without_a_checksum_is_named_after_every_build(

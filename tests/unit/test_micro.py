@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lanekit import batch, programs, spec
+from lanekit import batch, paths, programs, spec
 
 DRIVER = Path(__file__).parents[2] / "lanes" / "micro" / "ep_bench.py"
 ep_bench = programs.load("ep_bench", DRIVER)
@@ -107,6 +107,12 @@ def test_v1_has_no_variants(backend: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         ep_bench.parse_options(["--backend", backend, "--out", "x", "--variants", "1"])
     assert f"--variants is for deepep and gloo, not for {backend}" in capsys.readouterr().err
+
+
+def test_the_variants_are_spelt_in_one_place() -> None:
+    assert batch.variants() == ep_bench.VARIANTS
+    for path in (paths.ROOT / "scripts" / "lanekit").glob("*.py"):
+        assert [name for name in ep_bench.VARIANTS if name in path.read_text()] == [], path
 
 
 def test_the_table_parts_the_longest_operation_from_its_mode() -> None:

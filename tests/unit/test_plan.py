@@ -11,7 +11,8 @@ from lanekit.errors import ConfigError, ModelError
 
 
 def make(bare: machine.Machine, **options: object) -> plan.Plan:
-    return planning.make(planning.Options(lane="vllm", **options), bare)  # type: ignore[arg-type]
+    asked = {"lane": "vllm", **options}
+    return planning.make(planning.Options(**asked), bare)  # type: ignore[arg-type]
 
 
 def test_the_default_plan_is_the_whole_sweep_on_cpu_and_says_why(bare: machine.Machine) -> None:
@@ -274,3 +275,29 @@ def test_a_plan_warns_of_an_env_that_will_refute_it(
     """The verifier's own words, before the hours of a run."""
     made = make(bare, profile="p5en-x2", arm=arm, env=(env,), start=False)
     assert [said in each for each in planning.warnings(made)] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("lane", "profile", "arm", "said"),
+    [
+        ("vllm", "h200x2", "epnc1", "no lock brings deep_ep: SERVER_PYTHON= must name a Python that"
+         " holds what locks/vllm-cu130.txt says and that (lanes/vllm/README.md)"),
+        ("megatron", "h200x2", "v2", "no lock brings deep_ep and series megatron-lm/0.16.1: "),
+        ("sglang", "h200x2", "dense", "no lock brings sglang, as image sglang holds it: "),
+        ("vllm", "h200x2", "dense", ""),
+        ("micro", "cpu", "gloo", ""),
+    ],
+)  # fmt: skip
+def test_a_plan_says_what_it_needs_an_interpreter_for(
+    bare: machine.Machine, lane: str, profile: str, arm: str, said: str
+) -> None:
+    made = make(bare, lane=lane, profile=profile, arm=arm, start=False)
+    assert [each.startswith(said) for each in planning.warnings(made)] == [True] * bool(said)
+    given = make(bare, lane=lane, profile=profile, arm=arm, start=False, server_python="/x")
+    assert planning.warnings(given) == []
+
+
+def test_a_stand_in_that_does_not_exist_is_refused_in_a_plan_too(bare: machine.Machine) -> None:
+    with pytest.raises(ModelError, match="MODEL: no stand-in model named 'qwen3'") as caught:
+        make(bare, model="built:qwen3", start=False)
+    assert "built:tiny-qwen3-moe" in caught.value.remedy

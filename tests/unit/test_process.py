@@ -191,3 +191,15 @@ def test_a_line_cut_by_the_window_is_no_word_of_anybody(tmp_path: Path) -> None:
     assert process.tail(log, 5) == ["  indented"]
     log.write_text("y" * 70_000)
     assert len(process.tail(log, 1)[0]) == 65536
+
+
+def test_a_word_in_a_line_that_is_written_in_two_is_counted_once_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    found = process.Occurrences(log, b"POST /v1")
+    assert found.count() == 0, "no log yet"
+    for piece, so_far in (("a POST", 0), (" /v1\n", 1), ("POST /v1", 1), (" POST /v1\n", 3)):
+        with log.open("a") as stream:
+            stream.write(piece)
+        assert found.count() == so_far

@@ -6,12 +6,13 @@ import shutil
 import subprocess
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import drops
 import msgspec
 import pytest
 
-from lanekit import answers, lanes, paths, planning, published, records, report, spec, verify
+from lanekit import answers, lanes, logs, paths, planning, published, records, report, spec, verify
 from lanekit.plan import Plan, public
 
 
@@ -19,6 +20,7 @@ def test_in_a_checkout_only_tracked_drops_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = tmp_path / "results"
+    other = next(x for x in lanes.tracked() if x.name.endswith("-cpu-micro-gloo"))
     for name in ("20261130T110000Z-cpu-vllm-floor", "20261130T120000Z-cpu-vllm-floor"):
         drops.drop(results / name, "cpu")
     published = (paths.RESULTS / "published.toml").read_bytes()
@@ -35,6 +37,11 @@ def test_in_a_checkout_only_tracked_drops_are_shown(
     text = (results / "RESULTS.md").read_text()
     assert "20261130T110000Z" in text
     assert "20261130T120000Z" not in text
+    (waiting,) = [line for line in text.splitlines() if line.startswith("- not run yet: ")]
+    assert "micro/gloo on cpu" in waiting
+    shutil.copytree(other, results / other.name)
+    report.write()
+    assert (results / "RESULTS.md").read_text() == text, "one's own run is not counted as measured"
 
 
 @pytest.mark.parametrize("drop", lanes.tracked(), ids=lambda drop: drop.name)
@@ -161,3 +168,18 @@ def test_logs_that_were_packed_since_are_what_is_in_them(tmp_path: Path, kind: s
     packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + b"one line more\n"))
     changed = f"changed: logs/{packed.name.removesuffix('.gz')}"
     assert next(x for x in verify.verify(root).checks if x.id == "files").actual == changed
+
+
+def test_a_drop_s_logs_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch drop listed them again for each of its cells."""
+    drop = next(x for x in lanes.tracked() if x.name.endswith("cpu-micro-gloo"))
+    listed: list[Path] = []
+
+    def find(root: Path, *rest: Any, **given: Any) -> list[logs.Log]:
+        listed.append(root)
+        return real(root, *rest, **given)
+
+    real = logs.find
+    monkeypatch.setattr(logs, "find", find)
+    assert verify.verify(drop).result == "proven"
+    assert listed == [drop]

@@ -19,8 +19,8 @@ import msgspec
 import psutil
 import pytest
 
-from lanekit import drop, machine, planning, process, run, verify
-from lanekit.errors import CellFailed
+from lanekit import drop, machine, planning, process, run, triage, verify
+from lanekit.errors import CellFailed, ServerDied
 from lanekit.manifest import Manifest
 from lanekit.progress import Progress
 from lanekit.run import Run
@@ -191,6 +191,39 @@ def test_a_cell_ends_by_its_deadline(lane: Lane) -> None:
     assert code == 2
     assert "late: AIPerf was not done within its 1 s" in said
     assert lane.strays(lane.manifest()) == []
+
+
+def test_a_load_generator_that_will_wait_for_ever_ends_its_cell_at_once(lane: Lane) -> None:
+    """AIPerf 0.10.0 waited until its deadline of half an hour (2026-12-01); here it has 600 s."""
+    code, said = lane.end("--cells", "torn")
+    assert code == 2
+    assert "torn: AIPerf said 'Failed to decode conversation data'" in said
+    assert "Run the lane again" in said
+    assert lane.strays(lane.manifest()) == []
+    first = triage.triage(max(lane.results.glob("2*"))).first
+    assert first is not None
+    assert first.signature is not None
+    assert first.signature.id == "aiperf-prompt-torn"
+
+
+def test_a_start_without_a_word_says_why(
+    bare: machine.Machine, checkout: Path, tmp_path: Path
+) -> None:
+    """A server that says nothing is waited for: 30 to 45 s of `no line yet` (2026-12-01)."""
+    made = planning.make(planning.Options(lane="vllm", profile="cpu"), bare)
+    made = msgspec.structs.replace(made, drop=str(tmp_path / "drop"), ready_s=1)
+    shown: list[str] = []
+    progress = Progress()
+    progress.now = shown.append  # type: ignore[method-assign, assignment]
+    started = Run(made, drop.Drop.create(made), progress)
+    silent = [sys.executable, "-c", "import time; time.sleep(60)"]
+    service = msgspec.structs.replace(made.services[0], command=tuple(silent))
+    started._launcher.start(service, dict(os.environ), tmp_path / "here-server.log")
+    with pytest.raises(ServerDied, match="no completion came back"):
+        started._await_completion(time.monotonic())
+    started._launcher.stop()
+    assert all("engines load their libraries first" in each for each in shown)
+    assert shown
 
 
 def test_what_compiles_does_so_before_the_ranks_start_and_keeps_it(lane: Lane) -> None:
@@ -369,7 +402,7 @@ def test_a_read_only_results_folder_is_refused_at_once(lane: Lane, tiny_disk: Pa
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     code, said = lane.end("--cells", "quick", "--results", str(tiny_disk))
     assert code == 2
-    assert "Read-only file system" in said
+    assert "is no folder that can be written" in said
     assert "RESULTS=" in said
 
 
