@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 LANEKIT := $(VENV)/bin/lanekit
 STAMP := $(VENV)/.stamp
+TOOLS := $(VENV)/.tools
+INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # An option is passed on only where it is given: the harness chooses the rest and says so.
 option = $(if $(strip $($(1))),$(2)='$(subst ','\'',$($(1)))')
 # A switch is on for 1 and off for 0, or where it is not given.
@@ -75,35 +77,41 @@ redact: setup ## Copy a drop without what names its machine, same verdict: RESUL
 report: setup ## Write results/RESULTS.md from the drops
 	@$(LANEKIT) report
 
-plots: setup ## Draw results/plots/ from the proven drops
+plots: $(TOOLS) ## Draw results/plots/ from the proven drops
 	@$(VENV)/bin/python scripts/plots.py
 
 ##@ Work on it
 setup: $(STAMP) ## Make .venv with the command lanekit, from its hashed lock
 
-$(STAMP): locks/dev.txt pyproject.toml
+$(STAMP): locks/lanekit.txt pyproject.toml
 	@$(PYTHON) -c 'import sys, venv; sys.exit(7 if (3, 11) <= sys.version_info[:2] <= (3, 13) else 1)' \
 	  2>/dev/null || [ $$? = 7 ] || { echo "error: $(PYTHON) is no Python 3.11, 3.12 or 3.13 with venv" >&2; \
 	  echo "  Install one (Debian: python3-venv), or name one with PYTHON=." >&2; exit 2; }
-	@echo "setup: $(VENV) from locks/dev.txt"
+	@echo "setup: $(VENV) from locks/lanekit.txt"
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r locks/dev.txt
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(INSTALL) --require-hashes -r locks/lanekit.txt
+	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
-lint: setup ## ruff, mypy strict, shellcheck
+# What tests, linters and pictures need: nobody who runs a lane waits for it.
+$(TOOLS): locks/dev.txt $(STAMP)
+	@echo "tools: $(VENV) from locks/dev.txt"
+	@$(INSTALL) --require-hashes -r locks/dev.txt
+	@touch $@
+
+lint: $(TOOLS) ## ruff, mypy strict, shellcheck
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@git ls-files -z '*.sh' .ci/run | xargs -0 -r $(VENV)/bin/shellcheck
 
-test: setup ## Unit tests: a few minutes, no Docker, no GPU, no network
+test: $(TOOLS) ## Unit tests: a few minutes, no Docker, no GPU, no network
 	@$(VENV)/bin/python -m pytest tests/unit
 
-test-all: setup ## Unit tests, then the real CPU lane end to end and a real Slurm (minutes)
+test-all: $(TOOLS) ## Unit tests, then the real CPU lane end to end and a real Slurm (minutes)
 	@$(VENV)/bin/python -m pytest tests/unit tests/lanes tests/slurm
 
-test-hosts: setup ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf [QUICK=1]
+test-hosts: $(TOOLS) ## Two Docker hosts on this machine under faults: root, Docker, images vllm-cpu and aiperf [QUICK=1]
 	@$(VENV)/bin/python -m pytest tests/hosts $(call switch,QUICK,-m quick)
 
 bench: setup ## Measure the harness against its bars, as ratios: [LANE=1 SIMULATE=1 IMAGES=STACK GIB=4]

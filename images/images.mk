@@ -24,12 +24,12 @@ pull-%: setup ## Pull an image by its digest in images/images.lock and verify it
 pins: setup ## Every pin in every stack, and which ones lag
 	@$(LANEKIT) pins
 
-test-images: setup ## Judge the images that are here, by their own and their parents' tests: [BUILT=]
+test-images: $(TOOLS) ## Judge the images that are here, by their own and their parents' tests: [BUILT=]
 	@$(VENV)/bin/python -m pytest tests/images $(call option,STACK,--stack) $(call option,BUILT,--built)
 
 lint: lint-images lint-workflows
 
-lint-images: setup
+lint-images: $(TOOLS)
 	@$(LANEKIT) pins --lint
 	@$(VENV)/bin/hadolint --config images/.hadolint.yaml images/*/Dockerfile
 	@$(VENV)/bin/shellcheck images/tools/rooted images/tools/fetch images/tools/wheel images/tools/patched

@@ -31,8 +31,8 @@ INSTALLER: Final = "bundle-install.sh"
 ENVIRONMENT_INSTALLER: Final = "bundle_environment.py"
 PYTHON: Final = "3.12"
 NEWEST_GLIBC: Final = 35  # minor of 2.35, Ubuntu 22.04; one of vLLM's wheels needs 2.31
-# Environments are made from wheels there, so the tool that makes them from locks stays out (20 MB).
-NOT_NEEDED_THERE: Final = frozenset({"uv"})
+# Environments are made from wheels there: what makes them from locks (20 MB), or builds, stays out.
+NOT_NEEDED_THERE: Final = frozenset({"uv", "setuptools"})
 BLOCK: Final = 1 << 20
 
 

@@ -1,13 +1,15 @@
 """The command line, and make's thin calls of it: whatever is typed gets an answer in words."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from lanekit import cli, paths
+from lanekit import cli, paths, pins
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,23 @@ def test_a_value_reaches_the_command_as_it_was_typed() -> None:
     found = subprocess.run(said, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "--env=A=it's" in found
     assert "--port=-1" in found
+
+
+@pytest.mark.parametrize(
+    ("target", "tools"),
+    [("lane-vllm", False), ("verify-logs", False), ("image-vllm", False), ("test", True),
+     ("lint", True), ("test-images", True)],
+)  # fmt: skip
+def test_only_tests_and_linters_wait_for_linters(target: str, tools: bool, tmp_path: Path) -> None:
+    """Nobody's first lane waits for mypy and matplotlib (31 to 124 s, 2026-12-01)."""
+    recipe = made(target, f"VENV={tmp_path}/venv", "RESULTS=x")
+    assert "-r locks/lanekit.txt" in recipe
+    assert ("-r locks/dev.txt" in recipe) is tools
+
+
+def test_the_tools_lock_holds_what_lanekit_needs_at_the_same_versions() -> None:
+    ours, all_of_it = (pins.packages(paths.LOCKS / f"{name}.txt") for name in ("lanekit", "dev"))
+    assert ours.items() <= all_of_it.items()
+    declared = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", each)[0] for each in declared["dependencies"]}  # type: ignore[index]
+    assert {*names, "setuptools"} <= ours.keys()
