@@ -103,11 +103,7 @@ class Answers(msgspec.Struct, frozen=True):
 
 
 def questions(folder: Path = paths.CONTRACTS) -> Questions:
-    """The gate's file.
-
-    Raises:
-        ConfigError: it is missing or does not fit its schema.
-    """
+    """The gate's file. Raises ConfigError: it is missing or does not fit its schema."""
     return toml.load(folder / "coherence.toml", Questions)
 
 
@@ -122,11 +118,8 @@ def encode(header: Header, found: Sequence[Answer]) -> bytes:
 
 
 def read(path: Path) -> Answers:
-    """A file of answers.
-
-    Raises:
-        Unreadable: no regular file, too large, or not what `encode` writes.
-    """
+    """A file of answers. Raises Unreadable: no regular file, too large, or not what `encode`
+    writes."""
     text = reading.small(path)
     try:
         first, *rest = _lines(text)

@@ -42,11 +42,8 @@ class Taken(msgspec.Struct, frozen=True):
 
 def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ...]]:
     """The lines of a log that may be rows of its records' table, as words: they begin with an
-    operation, or a role, whether or not a record has it.
-
-    Raises:
-        Unreadable: there are more than ROWS.
-    """
+    operation, or a role, whether or not a record has it. Raises Unreadable: there are more than
+    ROWS."""
     firsts = {(getattr(r, "op", "") or getattr(r, "role", "")).encode() for r in records} - {b""}
     firsts |= FIRSTS | {op.encode() for op in variants()}
     found: set[tuple[str, ...]] = set()

@@ -66,10 +66,8 @@ def plan_environments(
     """What each environment of the bundle carries and links, by name.
 
     present: a file like `pip freeze` of what the machine already has, which is linked there instead
-    of carried.
-
-    Raises:
-        ConfigError: the lane does not run there, or a wheel or file that it needs is not there.
+    of carried. Raises ConfigError: the lane does not run there, or a wheel or file that it needs is
+    not there.
     """
     if present and not present.is_file():
         raise ConfigError(
@@ -225,11 +223,8 @@ def _lay_out(
 
 
 def fetch(carried: Iterable[str], folder: Path) -> list[Path]:
-    """Download the wheels of pinned, hashed requirements for the target's Python.
-
-    Raises:
-        EnvironmentFailed: one of them could not be had.
-    """
+    """Download the wheels of pinned, hashed requirements for the target's Python. Raises
+    EnvironmentFailed: one of them could not be had."""
     folder.mkdir(parents=True)
     listed = "\n".join(carried)
     if not listed:

@@ -176,10 +176,7 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
 
 def gate(drop: Path, files: Sequence[Path], manifest: Manifest) -> list[Check]:
     """The checks of a drop's coherence gate; one that says so where the drop is older than it.
-
-    Raises:
-        Unreadable: a file of answers that is none.
-    """
+    Raises Unreadable: a file of answers that is none."""
     known, plan = answers.questions(), _gate_plan(manifest)
     if plan is None:
         return [coherence.absent(_gate_remains(drop, files, manifest))]
@@ -714,11 +711,8 @@ def _serve_logs(subject: Subject) -> list[logs.Log]:
 
 
 def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
-    """Apply the drop's waivers.
-
-    Raises:
-        ConfigError: a bad waiver file, or one that names an unknown check or the drop's own files.
-    """
+    """Apply the drop's waivers. Raises ConfigError: a bad waiver file, or one that names an unknown
+    check or the drop's own files."""
     path = subject.root / WAIVERS
     if path not in subject.files:
         return list(checks), []

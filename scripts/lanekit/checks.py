@@ -109,11 +109,8 @@ def rules() -> Rules:
 
 
 def read(host: Capture, name: str, *, failing: bool = False) -> str:
-    """A probe's text. failing: also where its command ended with an error.
-
-    Raises:
-        Unknown: there is none, the tool is not there, it took too long or it failed.
-    """
+    """A probe's text. failing: also where its command ended with an error. Raises Unknown: there is
+    none, the tool is not there, it took too long or it failed."""
     text = host.texts.get(name)
     if text is None:
         raise Unknown(host.error or "not asked")

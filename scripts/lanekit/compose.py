@@ -256,11 +256,8 @@ class ComposeLauncher:
             self._file(host).write_text(yaml.safe_dump(document(plan, host), sort_keys=False))
 
     def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
-        """Start one service of the Compose file; its output goes to `log`.
-
-        Raises:
-            ServerDied: Compose refuses to start it.
-        """
+        """Start one service of the Compose file; its output goes to `log`. Raises ServerDied:
+        Compose refuses to start it."""
         task = self._up(service.host, service.name, env, log)
         self._started.append(task)
         return task.process
@@ -409,11 +406,7 @@ class ContainerTask:
             )
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs.
-
-        Raises:
-            HostLost: its host is gone.
-        """
+        """The exit status, or None while it runs. Raises HostLost: its host is gone."""
         if self._code is None and self._copying.poll() is not None:
             state = self._state()
             if not state.running:
@@ -450,11 +443,8 @@ class ContainerTask:
         return f"container {self.process.what} on {self.host} ended with {outcome}"
 
     def end(self, grace_s: float) -> None:
-        """Stop the container, take what it left, and remove it with its volumes.
-
-        Raises:
-            HostLost: its host is gone; container and volumes are still there.
-        """
+        """Stop the container, take what it left, and remove it with its volumes. Raises HostLost:
+        its host is gone; container and volumes are still there."""
         from python_on_whales import DockerException  # noqa: PLC0415
 
         self._line.require()

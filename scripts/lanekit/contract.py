@@ -151,11 +151,8 @@ class _ForeignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def rules(folder: Path = paths.CONTRACTS) -> dict[str, Rule]:
-    """Every rule by id, in the order of the file.
-
-    Raises:
-        ConfigError: the file is missing or a rule does not fit its schema.
-    """
+    """Every rule by id, in the order of the file. Raises ConfigError: the file is missing or a rule
+    does not fit its schema."""
     path = folder / f"{RULES}.toml"
     try:
         return _parsed(path.read_bytes(), str(path))
@@ -213,11 +210,8 @@ def names(folder: Path = paths.CONTRACTS) -> list[str]:
 
 
 def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
-    """The contract `lanes/contracts/NAME.toml`.
-
-    Raises:
-        ConfigError: no such contract (the known ones are listed), a bad file, or an unknown rule.
-    """
+    """The contract `lanes/contracts/NAME.toml`. Raises ConfigError: no such contract (the known
+    ones are listed), a bad file, or an unknown rule."""
     if name not in names(folder):
         known = ", ".join(names(folder)) or "none"
         raise ConfigError(f"no contract named '{name}'", remedy=f"Known contracts: {known}.")
@@ -265,11 +259,8 @@ def _extended(found: Contract, folder: Path) -> Contract:
 
 def judging(planned: str, today: str, folder: Path = paths.CONTRACTS) -> str:
     """The contract that judges a drop: the planned one, or the lane's of today where that extends
-    it. A drop then meets more than it was made for, never less.
-
-    Raises:
-        ConfigError: the lane's contract cannot be read.
-    """
+    it. A drop then meets more than it was made for, never less. Raises ConfigError: the lane's
+    contract cannot be read."""
     path = folder / f"{today}.toml"
     extends = toml.load(path, Contract).extends if path.is_file() else ""
     return today if extends and extends == planned else planned
@@ -290,10 +281,7 @@ def bound(
 
 def digest(name: str, folder: Path = paths.CONTRACTS) -> str:
     """sha256, in hex, of a contract file, of the one it extends and of the rules they draw on.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    Raises ConfigError: a file cannot be read."""
     together = hashlib.sha256()
     try:
         own = (folder / f"{name}.toml").read_bytes()

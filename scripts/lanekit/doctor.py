@@ -141,10 +141,8 @@ def result(findings: Iterable[Finding]) -> Result:
 def require(plan: Plan, say: Say) -> dict[str, machine.Machine]:
     """The facts of every host of a plan by its name, refused where a check that stops a run is not
     met; what only warns is said. On one host the ports are bound right before the start instead.
-
-    Raises:
-        ConfigError: a host is not fit for the plan, with each check, what was seen and a remedy.
-    """
+    Raises ConfigError: a host is not fit for the plan, with each check, what was seen and a
+    remedy."""
     profile = spec.profile(plan.profile)
     ports = tuple(plan.ports.values()) if len(plan.hosts) > 1 else ()
     case = Case(profile, (), checks.rules(), plan, ports, pinned=_pinned(plan))

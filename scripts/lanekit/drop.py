@@ -35,11 +35,8 @@ class Drop:
 
     @classmethod
     def create(cls, plan: Plan) -> "Drop":
-        """Make the folder and the first manifest.
-
-        Raises:
-            ConfigError: the folder cannot be made or written.
-        """
+        """Make the folder and the first manifest. Raises ConfigError: the folder cannot be made or
+        written."""
         path = Path(plan.drop)
         try:
             for folder in ("logs", "host"):
@@ -92,10 +89,7 @@ class Drop:
 
     def require_room(self) -> None:
         """Notice a full disk while the run goes: an engine whose log is cut serves on for hours.
-
-        Raises:
-            LaneError: the drop's file system is full.
-        """
+        Raises LaneError: the drop's file system is full."""
         if shutil.disk_usage(self.path).free < ROOM:
             raise LaneError(
                 f"the disk of {self.path} is full: {os.strerror(errno.ENOSPC)}",
@@ -120,12 +114,9 @@ class Drop:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of a drop, which may be anybody's.
-
-    Raises:
-        Unreadable: it is missing, no regular file or too large, is not JSON, lacks a field, has a
-            schema of another time, or names a file outside the drop.
-    """
+    """The manifest of a drop, which may be anybody's. Raises Unreadable: it is missing, no regular
+    file or too large, is not JSON, lacks a field, has a schema of another time, or names a file
+    outside the drop."""
     where = path / MANIFEST
     manifest = reading.decoded(reading.small(where), Manifest, str(where))
     if manifest.schema != SCHEMA:
@@ -141,11 +132,7 @@ def read(path: Path) -> Manifest:
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file, in hex.
-
-    Raises:
-        Unreadable: it cannot be read.
-    """
+    """The sha256 of a file, in hex. Raises Unreadable: it cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -232,11 +219,8 @@ def _still(path: Path, was: str) -> bool:
 
 
 def atomic(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        LaneError: no room, or not writable; what stood there before is kept.
-    """
+    """Write a file whole or not at all. Raises LaneError: no room, or not writable; what stood
+    there before is kept."""
     scratch = path.with_name(f".{path.name}.tmp")
     try:
         with scratch.open("wb") as stream:

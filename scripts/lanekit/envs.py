@@ -73,10 +73,8 @@ def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> E
     """The environment at root/`spec.name`, made or made anew when its locks changed.
 
     Two runs at once wait for each other. torch_index: None for the public one, "none" to ask none.
-
-    Raises:
-        EnvironmentFailed: a lock or something the system must have is missing, or the environment
-            cannot be made; says what to do.
+    Raises EnvironmentFailed: a lock or something the system must have is missing, or the
+    environment cannot be made; says what to do.
     """
     home, index = root / spec.name, torch_index or TORCH_INDEX
     for lock in spec.locks:
@@ -101,11 +99,7 @@ def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> E
 
 def watch(env: Env) -> None:
     """Put the evidence hook into an environment: without it, nothing says that no buffer was built.
-    It sleeps until LANE_EVIDENCE=1.
-
-    Raises:
-        EnvironmentFailed: the environment cannot be written.
-    """
+    It sleeps until LANE_EVIDENCE=1. Raises EnvironmentFailed: the environment cannot be written."""
     site = next((env.python.parents[1] / "lib").glob("python3*/site-packages"))
     for name in ("lane_evidence.py", "lane_evidence.pth"):
         content, place = (paths.EVIDENCE / name).read_bytes(), site / name
@@ -122,10 +116,7 @@ def watch(env: Env) -> None:
 
 def require(name: str, source: Path) -> None:
     """Check what `# needs library` and `# needs command` lines of a lock's .in ask of the system.
-
-    Raises:
-        EnvironmentFailed: something is missing; the remedy names the packages that hold it.
-    """
+    Raises EnvironmentFailed: something is missing; the remedy names the packages that hold it."""
     text = source.read_text(encoding="utf-8") if source.is_file() else ""
     for kind, what, where in re.findall(
         r"^# needs (library|command|python) (\S+): (.*)$", text, re.M
@@ -405,11 +396,8 @@ class _Uv:
         )  # fmt: skip
 
     def run(self, *words: str) -> None:
-        """Run uv to its end, passing its progress on.
-
-        Raises:
-            EnvironmentFailed: it did not succeed; the remedy depends on what it said.
-        """
+        """Run uv to its end, passing its progress on. Raises EnvironmentFailed: it did not succeed;
+        the remedy depends on what it said."""
         lines: list[str] = []
         with subprocess.Popen(
             [*UV, *words], env=self.env, pass_fds=(self.held,), text=True, errors="replace",

@@ -21,10 +21,8 @@ KINDS: Final = ("*.log", *(f"*.log{packed}" for packed in logs.PACKED))
 def stream(root: Path, *, follow: bool) -> Iterator[str]:
     """The lines of every log, each with its host and ranks; a file's own lines stay in order.
 
-    follow: go on until the run has ended.
-
-    Raises:
-        Unreadable: it is no drop of a run, or no log of it holds a line.
+    follow: go on until the run has ended. Raises Unreadable: it is no drop of a run, or no log of
+    it holds a line.
     """
     manifest = drops.read(root)
     ranks = {host.name: hosts.with_ranks(host) for host in hosts.of(manifest.plan)}
@@ -71,11 +69,7 @@ def _new(path: Path, at: dict[Path, int], rest: dict[Path, bytes], *, ended: boo
 
 
 def newest(results: Path) -> Path:
-    """The newest drop of a results folder.
-
-    Raises:
-        Unreadable: there is none.
-    """
+    """The newest drop of a results folder. Raises Unreadable: there is none."""
     found = sorted(results.glob("2*/manifest.json"), key=lambda path: path.parent.name)
     if not found:
         raise Unreadable(f"{results}: no drop in it", remedy="Say which: RESULTS=DIR.")

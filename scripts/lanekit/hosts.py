@@ -58,11 +58,8 @@ class Inventory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(text: str) -> tuple[Entry, ...]:
-    """The hosts that HOSTS= names, the leader first; none when it is empty.
-
-    Raises:
-        ConfigError: no such file, a bad entry, two hosts of one name, or more than one leader.
-    """
+    """The hosts that HOSTS= names, the leader first; none when it is empty. Raises ConfigError: no
+    such file, a bad entry, two hosts of one name, or more than one leader."""
     if text.endswith(".toml") or "/" in text:
         entries = toml.load(Path(text), Inventory).host
     else:
@@ -144,11 +141,9 @@ def _led(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 def fleet(given: str, profile: spec.Profile, here: str) -> tuple[tuple[Host, ...], str]:
     """The hosts of a run in order of their ranks, and where they come from, as one sentence.
 
-    here: this machine's name. Without HOSTS= a fleet of one host is this machine; a larger one
-    gets names that stand for hosts, which is enough for a plan and for a scheduler.
-
-    Raises:
-        ConfigError: HOSTS= is bad, or names another number of hosts than the profile has.
+    here: this machine's name. Without HOSTS= a fleet of one host is this machine; a larger one gets
+    names that stand for hosts, which is enough for a plan and for a scheduler. Raises ConfigError:
+    HOSTS= is bad, or names another number of hosts than the profile has.
     """
     entries, why = read(given), f"named by HOSTS={given}"
     if not entries and profile.hosts == 1:

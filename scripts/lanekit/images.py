@@ -53,11 +53,8 @@ class Roots(msgspec.Struct, frozen=True):
 
 
 def roots(environ: Mapping[str, str]) -> Roots:
-    """The overridden roots: BASE_IMAGE=, SRC_NAME=, SHA256_NAME=, CA_BUNDLE=, PIP_CONFIG=.
-
-    Raises:
-        ConfigError: one names a file or folder that is not there, or what no recipe takes so.
-    """
+    """The overridden roots: BASE_IMAGE=, SRC_NAME=, SHA256_NAME=, CA_BUNDLE=, PIP_CONFIG=. Raises
+    ConfigError: one names a file or folder that is not there, or what no recipe takes so."""
     sources = _taken(_named(environ, "SRC_"))
     found = Roots(
         base_image=environ.get("BASE_IMAGE", ""),
@@ -114,10 +111,8 @@ def _is_url(text: str) -> bool:
 def docker(ssh: str = "", socket: Path | None = None) -> "DockerClient":
     """A Docker client for this machine, or for the host that `ssh` ([user@]address[:port]) reaches.
 
-    socket: where that host's engine was brought to already.
-
-    Raises:
-        ConfigError: no client or no engine.
+    socket: where that host's engine was brought to already. Raises ConfigError: no client or no
+    engine.
     """
     from python_on_whales import DockerClient, DockerException  # noqa: PLC0415 (0.4 s)
     from python_on_whales.client_config import ClientNotFoundError  # noqa: PLC0415
@@ -161,10 +156,7 @@ def _recipe(target: str) -> str:
 
 def definition(stack: str, given: Roots, found: pins.Pins | None = None) -> Definition:
     """What docker-bake.hcl is completed with: arguments, contexts and secrets of each target.
-
-    Raises:
-        ConfigError: an unknown stack, or a source nobody provides.
-    """
+    Raises ConfigError: an unknown stack, or a source nobody provides."""
     found = found or pins.load()
     known = pins.arguments(found, stack)
     made = {name: _filled(name, stack, given, found, known) for name in targets()}
@@ -244,12 +236,8 @@ def stacks(name: str, found: pins.Pins) -> list[str]:
 
 
 def require_given(names: Iterable[str], stack: str, given: Roots, found: pins.Pins) -> None:
-    """Refuse a build, before its first step, whose images need a wheel that nobody gave, or are
-    not in this stack.
-
-    Raises:
-        ConfigError: with how to come by every one that is missing.
-    """
+    """Refuse a build, before its first step, whose images need a wheel that nobody gave, or are not
+    in this stack. Raises ConfigError: with how to come by every one that is missing."""
     names = list(names)
     for name in names:
         if stack not in (its := stacks(name, found)):
@@ -357,11 +345,7 @@ def asked(names: Iterable[str]) -> list[str]:
 
 
 def plan(names: list[str], stack: str, given: Roots) -> Definition:
-    """Bake's own view of what would be built, complete.
-
-    Raises:
-        ConfigError: an unknown image.
-    """
+    """Bake's own view of what would be built, complete. Raises ConfigError: an unknown image."""
     _require(names)
     with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
         made: Definition = docker().buildx.bake(  # type: ignore[assignment]
@@ -441,12 +425,8 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def identify(name: str, stack: str, ssh: str = "") -> str:
-    """The digest of an image that was built or pulled here, or on the host that `ssh` reaches:
-    what a tag says may change.
-
-    Raises:
-        ConfigError: it is not here.
-    """
+    """The digest of an image that was built or pulled here, or on the host that `ssh` reaches: what
+    a tag says may change. Raises ConfigError: it is not here."""
     from python_on_whales.exceptions import NoSuchImage  # noqa: PLC0415
 
     try:
@@ -469,11 +449,8 @@ def present(client: "DockerClient", reference: str) -> str:
 
 
 def contents(reference: str, ssh: str = "") -> Contents:
-    """What an image holds, as its own guard wrote it down.
-
-    Raises:
-        ImageFailed: the image has no such record: the guard did not run at the end of its build.
-    """
+    """What an image holds, as its own guard wrote it down. Raises ImageFailed: the image has no
+    such record: the guard did not run at the end of its build."""
     from python_on_whales import DockerException  # noqa: PLC0415
 
     try:
@@ -499,11 +476,8 @@ def purelib(names: Iterable[str]) -> list[str]:
 
 
 def installed(reference: str, names: Iterable[str], ssh: str = "") -> dict[str, str]:
-    """The text of files below an image's site-packages, empty for one that is not there.
-
-    Raises:
-        ImageFailed: the image has no Python that answers.
-    """
+    """The text of files below an image's site-packages, empty for one that is not there. Raises
+    ImageFailed: the image has no Python that answers."""
     from python_on_whales import DockerException  # noqa: PLC0415
 
     try:
@@ -555,10 +529,7 @@ def pinned(name: str, stack: str) -> dict[str, str]:
     """The packages that an image is built with: project -> version. A child's locks count over its
     ancestors', and what is installed by name over every lock (tools/install); what pip solves while
     it builds (tools/solved) may change all that locks brought. `contents` is what it really has.
-
-    Raises:
-        ConfigError: an unknown stack, or a lock that cannot be read.
-    """
+    Raises ConfigError: an unknown stack, or a lock that cannot be read."""
     known = pins.arguments(pins.load(), stack)
     locked, named = dict[str, str](), dict[str, str]()
     for image in [*reversed(ancestors(name)), name]:

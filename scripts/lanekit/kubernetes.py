@@ -351,10 +351,7 @@ class PodTask:
 
 def delete(kubectl: Kubectl, drop: Path) -> list[str]:
     """Remove the objects that a drop says it applied, and wait until they are gone; their files.
-
-    Raises:
-        HostLost: the API refuses or does not answer.
-    """
+    Raises HostLost: the API refuses or does not answer."""
     files = sorted(map(str, (drop / FOLDER).glob("*.yaml")))
     for file in files:
         kubectl.run("delete", "-f", file, "--ignore-not-found", "--wait", f"--timeout={API_S * 3}s")

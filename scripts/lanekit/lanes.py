@@ -216,11 +216,7 @@ def _short(entry: Entry) -> str:
 
 
 def renewed(readme: str, generated: str) -> str:
-    """A README with its generated part replaced.
-
-    Raises:
-        ConfigError: the markers are missing.
-    """
+    """A README with its generated part replaced. Raises ConfigError: the markers are missing."""
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

@@ -57,12 +57,9 @@ class Log(msgspec.Struct, frozen=True):
 
 
 def inside(root: Path) -> Iterator[Path]:
-    """Every regular file under root, sorted. Links are not followed and do not count: the file
-    they lead to is there already, or it is no part of the drop.
-
-    Raises:
-        Unreadable: a link leads out of root, a folder cannot be read, or a name is not UTF-8.
-    """
+    """Every regular file under root, sorted. Links are not followed and do not count: the file they
+    lead to is there already, or it is no part of the drop. Raises Unreadable: a link leads out of
+    root, a folder cannot be read, or a name is not UTF-8."""
     true_root = root.resolve()
     for at, folders, names in os.walk(root, onerror=_refuse):
         folders.sort()
@@ -95,10 +92,7 @@ def _refuse(error: OSError) -> None:
 
 def find(root: Path, files: Sequence[Path], *, ours: bool) -> list[Log]:
     """The serve logs among the files of a drop: not AIPerf's own, and nothing in its folders.
-
-    Raises:
-        Unreadable: there are more than LOGS.
-    """
+    Raises Unreadable: there are more than LOGS."""
     aiperf = {path.parent for path in files if path.name == SUMMARY}
     found = []
     for path in files:
@@ -139,11 +133,8 @@ def _ordered(found: Sequence[Log]) -> list[Log]:
 def read(
     logs: Sequence[Log], rules: Sequence[Bound], ranks_: int, *, make: Any = scan.finder
 ) -> Logs:
-    """Scan every log for the rules' lines; files are read in parallel.
-
-    Raises:
-        Unreadable: a log cannot be read or unpacked, or holds only NULs.
-    """
+    """Scan every log for the rules' lines; files are read in parallel. Raises Unreadable: a log
+    cannot be read or unpacked, or holds only NULs."""
     probes = [
         *map(probe, rules),
         ranks.TALKING,
@@ -260,11 +251,8 @@ def _errors(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def opened(path: Path, allowance: int | None = None) -> Iterator[BinaryIO]:
     """A log's bytes, unpacked on the way. allowance: bytes that it may unpack to whatever its
-    ratio, all of BOMB_ALLOWANCE where it is read alone.
-
-    Raises:
-        Unreadable: it cannot be read or unpacked, here or within, or is a decompression bomb.
-    """
+    ratio, all of BOMB_ALLOWANCE where it is read alone. Raises Unreadable: it cannot be read or
+    unpacked, here or within, or is a decompression bomb."""
     with _errors(path), path.open("rb", buffering=0) as raw:
         if path.suffix not in PACKED:
             yield raw

@@ -67,11 +67,8 @@ def addressed(fleet: Sequence[Host], named: str, what: str) -> tuple[Host, ...]:
 
 
 def require(plan: Plan) -> None:
-    """Refuse a plan that no cluster could run.
-
-    Raises:
-        ConfigError: the model is one that only this machine has, or a ConfigMap cannot hold it.
-    """
+    """Refuse a plan that no cluster could run. Raises ConfigError: the model is one that only this
+    machine has, or a ConfigMap cannot hold it."""
     if plan.model.source.startswith("built:"):
         raise ConfigError(
             f"model {plan.model.source} is made on this machine, where no pod sees it",

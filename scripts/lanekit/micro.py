@@ -69,11 +69,8 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a cell.
-
-    Raises:
-        Unreadable: a line is no record of this format, or the file cannot be read.
-    """
+    """The records of a cell. Raises Unreadable: a line is no record of this format, or the file
+    cannot be read."""
     return reading.lines(path, Record, FORMAT)
 
 

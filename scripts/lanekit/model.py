@@ -354,11 +354,7 @@ def _json(value: Any) -> bytes:
 
 
 def shape_of(name: str) -> Shape:
-    """The shape of the stand-in `name`.
-
-    Raises:
-        ModelError: no stand-in has this name.
-    """
+    """The shape of the stand-in `name`. Raises ModelError: no stand-in has this name."""
     shape = SHAPES.get(name)
     if shape is None:
         raise ModelError(
@@ -396,10 +392,7 @@ def weights(shape: Shape) -> Iterator[bytes]:
 
 def ensure(path: Path) -> None:
     """Make the stand-in that `path` is named after, whole or not at all; kept while it is current.
-
-    Raises:
-        ModelError: no stand-in has this name, or it cannot be written.
-    """
+    Raises ModelError: no stand-in has this name, or it cannot be written."""
     recipe = _json({"recipe": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()})
     try:
         if (path / RECIPE).is_file() and (path / RECIPE).read_bytes() == recipe:
@@ -433,11 +426,9 @@ POINTER: Final = b"version https://git-lfs"
 def check(path: Path, *, weights: bool = True) -> None:
     """Refuse a directory that no engine could serve, naming everything that is missing.
 
-    weights: whether weight files are needed (an engine with dummy weights needs none).
-
-    Raises:
-        ModelError: not a directory, no config.json, no tokenizer, no weights, a shard that its
-            index names and that is not there, or a Git LFS pointer in place of a file.
+    weights: whether weight files are needed (an engine with dummy weights needs none). Raises
+    ModelError: not a directory, no config.json, no tokenizer, no weights, a shard that its index
+    names and that is not there, or a Git LFS pointer in place of a file.
     """
     if not path.is_dir():
         raise ModelError(f"MODEL: {path} is not a directory", remedy="Name an existing directory.")

@@ -130,11 +130,7 @@ class Hunk(msgspec.Struct, frozen=True):
 
 def find(names: Sequence[str] = ()) -> list[Path]:
     """Folders of the series: all, or those whose path under patches/ is one of `names`, or begins
-    with one that is none.
-
-    Raises:
-        ConfigError: a name fits no series.
-    """
+    with one that is none. Raises ConfigError: a name fits no series."""
     folders = [one.parent for one in PATCHES.glob("*/*/series.toml")]
     known = {f"{folder.parent.name}/{folder.name}": folder for folder in folders}
     found = {
@@ -151,11 +147,8 @@ def find(names: Sequence[str] = ()) -> list[Path]:
 
 
 def load(folder: Path) -> Series:
-    """The series of a folder.
-
-    Raises:
-        ConfigError: series.toml is wrong, or it and the folder's patches disagree.
-    """
+    """The series of a folder. Raises ConfigError: series.toml is wrong, or it and the folder's
+    patches disagree."""
     where = folder / "series.toml"
     series = toml.load(where, Series)
     for fault in _faults(series, folder):
@@ -262,11 +255,8 @@ def _tree(scratch: Path) -> str:
 
 @contextmanager
 def checkout(source: Source, base: str, picks: Sequence[str] = ()) -> Iterator[Path]:
-    """A scratch repository that stands at `base`, removed at the end.
-
-    Raises:
-        Unreadable: the root cannot be fetched or read, or does not hold the commits.
-    """
+    """A scratch repository that stands at `base`, removed at the end. Raises Unreadable: the root
+    cannot be fetched or read, or does not hold the commits."""
     override = _override(source.name)
     with tempfile.TemporaryDirectory(prefix="patches-") as name:
         scratch = Path(name)
@@ -382,11 +372,8 @@ def _fetched(url: str, commits: Sequence[str], *, lazily: bool) -> Path:
 
 
 def resolve(source: Source, ref: str) -> str:
-    """The commit of a ref of the root, or the version itself.
-
-    Raises:
-        Unreadable: there is no such ref.
-    """
+    """The commit of a ref of the root, or the version itself. Raises Unreadable: there is no such
+    ref."""
     if source.pypi or COMMIT.fullmatch(ref):
         return ref
     where = _override(source.name) or source.git
@@ -413,11 +400,8 @@ def _pick(scratch: Path, commit: str) -> str:
 
 
 def _apply(scratch: Path, patch: Path) -> list[Hunk]:
-    """Apply where every hunk fits somewhere; returns the hunks that moved, or those refused.
-
-    Raises:
-        Refused: git cannot read the patch.
-    """
+    """Apply where every hunk fits somewhere; returns the hunks that moved, or those refused. Raises
+    Refused: git cannot read the patch."""
     trial = _git(scratch, "apply", "--reject", "--verbose", str(patch), check=False)
     found = hunks(trial.stdout + trial.stderr)
     refused = [hunk for hunk in found if not hunk.offset]
@@ -434,11 +418,8 @@ def _apply(scratch: Path, patch: Path) -> list[Hunk]:
 
 @contextmanager
 def _patch(folder: Path, step: Step) -> Iterator[Path]:
-    """The patch of a step: a file of the series, or what is fetched for the moment.
-
-    Raises:
-        Unreadable: the patch cannot be fetched. Refused: it is another one than recorded.
-    """
+    """The patch of a step: a file of the series, or what is fetched for the moment. Raises
+    Unreadable: the patch cannot be fetched. Refused: it is another one than recorded."""
     if step.fetched is None:
         yield folder / step.patch
         return
@@ -464,11 +445,8 @@ def _patch(folder: Path, step: Step) -> Iterator[Path]:
 
 
 def apply(folder: Path, series: Series, scratch: Path) -> Iterator[str]:
-    """Apply a series to a scratch repository at its base; yields a line per step.
-
-    Raises:
-        Refused: a step does not apply as it stands, changes nothing, or a gate does not hold.
-    """
+    """Apply a series to a scratch repository at its base; yields a line per step. Raises Refused: a
+    step does not apply as it stands, changes nothing, or a gate does not hold."""
     for gate in series.gate:
         if _holds(scratch, gate):
             raise Refused(f"{gate.path} holds '{gate.text}' before any step", remedy=_NO_PROOF)
@@ -503,10 +481,8 @@ def _holds(scratch: Path, gate: Gate) -> bool:
 def judge(folder: Path, out: Path | None = None) -> Iterator[str]:
     """Apply one series to its public root and compare the tree; yields a line per step.
 
-    out: where to leave the patched files, in a folder named like the series.
-
-    Raises:
-        ConfigError: the series is wrong. Unreadable: its root is. Refused: it does not apply.
+    out: where to leave the patched files, in a folder named like the series. Raises ConfigError:
+    the series is wrong. Unreadable: its root is. Refused: it does not apply.
     """
     series = load(folder)
     target = out / folder.parent.name / folder.name if out is not None else None
@@ -529,11 +505,8 @@ def judge(folder: Path, out: Path | None = None) -> Iterator[str]:
 
 
 def refresh(folder: Path) -> Iterator[str]:
-    """Try a series on the newer bases of its root; yields a line per base and step.
-
-    Raises:
-        ConfigError: the series is wrong. Unreadable: a base is.
-    """
+    """Try a series on the newer bases of its root; yields a line per base and step. Raises
+    ConfigError: the series is wrong. Unreadable: a base is."""
     series = load(folder)
     picks = [step.pick for step in series.step if step.pick]
     if not series.source.newer:

@@ -69,11 +69,8 @@ class Pins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path = PINS, locks: Path = paths.LOCKS) -> Pins:
-    """Read and check the pins.
-
-    Raises:
-        ConfigError: not TOML, an unknown key, or a pin that does not hold what its kind needs.
-    """
+    """Read and check the pins. Raises ConfigError: not TOML, an unknown key, or a pin that does not
+    hold what its kind needs."""
     found = toml.load(path, Pins)
     for name, pin in found.pin.items():
         for stack, value in _values(pin):
@@ -121,10 +118,7 @@ def _is(text: str, pattern: str) -> bool:
 
 def of_stack(pins: Pins, stack: str) -> dict[str, Value]:
     """Every pin's value in one stack, versions of locked packages filled in from their locks.
-
-    Raises:
-        ConfigError: no such stack, or a lock that does not hold the package.
-    """
+    Raises ConfigError: no such stack, or a lock that does not hold the package."""
     if stack not in pins.stacks:
         raise ConfigError(
             f"STACK: no stack named '{stack}'", remedy=f"Known: {', '.join(pins.stacks)}."
@@ -144,22 +138,16 @@ def _resolved(pin: Pin, value: Value) -> Value:
 
 
 def locked(lock: Path, project: str) -> str:
-    """The version of a project in a hashed requirements file.
-
-    Raises:
-        ConfigError: the lock cannot be read or does not hold the project.
-    """
+    """The version of a project in a hashed requirements file. Raises ConfigError: the lock cannot
+    be read or does not hold the project."""
     if (version := packages(lock).get(project)) is None:
         raise ConfigError(f"{lock} does not hold {project}", remedy="See locks/README.md.")
     return version
 
 
 def packages(lock: Path) -> dict[str, str]:
-    """Every package of a hashed requirements file, with its version.
-
-    Raises:
-        ConfigError: the lock cannot be read.
-    """
+    """Every package of a hashed requirements file, with its version. Raises ConfigError: the lock
+    cannot be read."""
     try:
         text = lock.read_text()
     except OSError as error:

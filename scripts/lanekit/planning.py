@@ -286,11 +286,8 @@ def make(options: Options, here: machine.Machine) -> Plan:
 
 def again(plan: Plan, lane: spec.Lane) -> Plan:
     """A plan with every part that follows from its lane file worked out anew, by the file here;
-    hosts, ports, interpreters, model and drop are taken from the plan.
-
-    Raises:
-        ConfigError: the lane here has not its arm, profile or cells.
-    """
+    hosts, ports, interpreters, model and drop are taken from the plan. Raises ConfigError: the lane
+    here has not its arm, profile or cells."""
     chosen = Choice(
         lane=lane,
         profile=spec.profile(plan.profile),
@@ -409,11 +406,8 @@ def _gate(options: Options, chosen: Choice) -> GatePlan:
 
 
 def choose(options: Options, here: machine.Machine) -> Choice:
-    """Settle lane, profile, arm, model, hosts, environments, ports and drop.
-
-    Raises:
-        ConfigError: an option names something that does not exist or does not fit.
-    """
+    """Settle lane, profile, arm, model, hosts, environments, ports and drop. Raises ConfigError: an
+    option names something that does not exist or does not fit."""
     lane = spec.lane(options.lane)
     profile, why = _profile(options, lane, here)
     setting = lane.profiles[profile.name]
@@ -593,11 +587,7 @@ def _require_numbers(plan: Plan) -> None:
 
 def require_hosts(plan: Plan) -> None:
     """Refuse to start a plan whose hosts are not known; it is printed without them. What the hosts
-    must have is the doctor's to say.
-
-    Raises:
-        ConfigError: no host is named.
-    """
+    must have is the doctor's to say. Raises ConfigError: no host is named."""
     _require_named(plan.launcher, plan.hosts_why, spec.profile(plan.profile))
 
 
@@ -675,11 +665,8 @@ def services(
     role: spec.Role = NO_ROLE,
 ) -> tuple[Service, ...]:
     """The services of a serve.yaml that a role runs, every `${NAME}` filled in from the plan.
-
-    Raises:
-        ConfigError: the file is not a Compose file of this shape, or names an unknown variable or
-            service.
-    """
+    Raises ConfigError: the file is not a Compose file of this shape, or names an unknown variable
+    or service."""
     found = _declared(path)
     known = {**values, "ROLE_ARGS": shlex.join(_filled(path, arg, values) for arg in role.args)}
     for name in role.services:
@@ -892,11 +879,7 @@ def free_port() -> int:
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file, in hex.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The sha256 of a file, in hex. Raises ConfigError: the file cannot be read."""
     try:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -103,11 +103,8 @@ class ProcessLauncher:
         self._children: dict[str, tuple[subprocess.Popen[bytes], Process, Path]] = {}
 
     def start(self, service: Service, env: Mapping[str, str], log: Path) -> Process:
-        """Start one service in a session of its own.
-
-        Raises:
-            ServerDied: the command cannot be started.
-        """
+        """Start one service in a session of its own. Raises ServerDied: the command cannot be
+        started."""
         with log.open("ab") as stream:
             child, process = spawn(service.name, service.command, env, stream)
         self._children[service.name] = (child, process, log)
@@ -116,11 +113,8 @@ class ProcessLauncher:
     def task(
         self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
     ) -> ProcessTask:
-        """Start a program in a session of its own.
-
-        Raises:
-            ServerDied: the command cannot be started.
-        """
+        """Start a program in a session of its own. Raises ServerDied: the command cannot be
+        started."""
         kind = "aiperf" if cell.requests else "batch"
         with logs[0].open("wb") as stream:
             return ProcessTask(*spawn(f"{kind} {name}", cell.command, env, stream), logs[0])
@@ -151,11 +145,8 @@ class ProcessLauncher:
 def spawn(
     what: str, command: Sequence[str], env: Mapping[str, str], output: BinaryIO
 ) -> tuple[subprocess.Popen[bytes], Process]:
-    """Start a command in its own session, its output going to a file.
-
-    Raises:
-        ServerDied: the command cannot be started.
-    """
+    """Start a command in its own session, its output going to a file. Raises ServerDied: the
+    command cannot be started."""
     try:
         child = subprocess.Popen(
             list(command),
@@ -176,10 +167,8 @@ def spawn(
 def end(processes: Iterable[Process], grace_s: float = GRACE_S) -> list[int]:
     """End every process of the sessions that `processes` lead; returns the PIDs signalled.
 
-    For children of this process: while one is not waited for, nobody else can have its PID.
-
-    Raises:
-        LaneError: something would not die.
+    For children of this process: while one is not waited for, nobody else can have its PID. Raises
+    LaneError: something would not die.
     """
     sessions = {process.pid for process in processes if process.pid > 1}
     return _end(lambda: [each for each in _all() if _session(each.pid) in sessions], grace_s)
@@ -191,10 +180,8 @@ def end_left(mark: str, processes: Iterable[Process], grace_s: float = GRACE_S) 
     A process proves that it is the run's by MARK in its environment. One that overwrote its
     environment with a title, as vLLM and AIPerf do, has to be in a session that the run recorded or
     that holds a marked process. Whatever has an environment without the mark is left alone: PIDs
-    are reused, clocks step, and a manifest may be anybody's.
-
-    Raises:
-        LaneError: something would not die.
+    are reused, clocks step, and a manifest may be anybody's. Raises LaneError: something would not
+    die.
     """
     recorded = {process.pid for process in processes if process.pid > 1}
     return _end(lambda: left(mark, recorded), grace_s)
@@ -232,11 +219,8 @@ def alive(process: Process) -> bool:
 
 
 def end_exactly(victims: Sequence[psutil.Process], grace_s: float = GRACE_S) -> list[int]:
-    """End these processes and no other; psutil compares PID and start before every signal.
-
-    Raises:
-        LaneError: one would not die.
-    """
+    """End these processes and no other; psutil compares PID and start before every signal. Raises
+    LaneError: one would not die."""
 
     def living() -> list[psutil.Process]:
         with suppress(psutil.Error):

@@ -7,11 +7,8 @@ from typing import Any
 
 
 def load(name: str, path: Path) -> Any:
-    """The file as module `name`, which its dataclasses look up in sys.modules.
-
-    Raises:
-        OSError: there is no such file.
-    """
+    """The file as module `name`, which its dataclasses look up in sys.modules. Raises OSError:
+    there is no such file."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

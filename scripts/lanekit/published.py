@@ -118,13 +118,9 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 def load(path: Path = FILE) -> Published:
-    """Read and check the published figures.
-
-    Raises:
-        ConfigError: the file is missing or breaks its schema, a row refers to a run, source,
-            metric or profile that does not exist, says that an unbacked figure is supported, or
-            gives one figure of a run twice.
-    """
+    """Read and check the published figures. Raises ConfigError: the file is missing or breaks its
+    schema, a row refers to a run, source, metric or profile that does not exist, says that an
+    unbacked figure is supported, or gives one figure of a run twice."""
     found = toml.load(path, Published)
     for wrong, remedy in _faults(found):
         raise ConfigError(f"{path}: {wrong}", remedy=remedy)

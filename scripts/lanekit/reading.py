@@ -27,11 +27,8 @@ LIMIT: Final = 4 << 20
 
 
 def regular(path: Path) -> None:
-    """Refuse what is no plain file: a pipe would never end, a link counts one file twice.
-
-    Raises:
-        Unreadable: it is a pipe, a device, a link or a folder, or it does not exist.
-    """
+    """Refuse what is no plain file: a pipe would never end, a link counts one file twice. Raises
+    Unreadable: it is a pipe, a device, a link or a folder, or it does not exist."""
     try:
         plain = stat.S_ISREG(path.lstat().st_mode)
     except OSError as error:
@@ -41,11 +38,8 @@ def regular(path: Path) -> None:
 
 
 def small(path: Path, most: int = LIMIT) -> bytes:
-    """The bytes of a file that is never large.
-
-    Raises:
-        Unreadable: it is no regular file, cannot be read, or is larger than `most`.
-    """
+    """The bytes of a file that is never large. Raises Unreadable: it is no regular file, cannot be
+    read, or is larger than `most`."""
     regular(path)
     try:
         with path.open("rb") as stream:
@@ -58,11 +52,8 @@ def small(path: Path, most: int = LIMIT) -> bytes:
 
 
 def decoded(text: bytes, kind: type[T], where: str) -> T:
-    """JSON text as `kind`; `where` names its source in errors.
-
-    Raises:
-        Unreadable: it is not JSON, is nested too deeply, or does not hold what `kind` holds.
-    """
+    """JSON text as `kind`; `where` names its source in errors. Raises Unreadable: it is not JSON,
+    is nested too deeply, or does not hold what `kind` holds."""
     try:
         return msgspec.json.decode(text, type=kind)
     except RecursionError as error:
@@ -72,11 +63,8 @@ def decoded(text: bytes, kind: type[T], where: str) -> T:
 
 
 def lines(path: Path, kind: type[V], form: int) -> list[V]:
-    """The records of a small file, one a line.
-
-    Raises:
-        Unreadable: a line is no record of that format, or the file cannot be read.
-    """
+    """The records of a small file, one a line. Raises Unreadable: a line is no record of that
+    format, or the file cannot be read."""
     found = []
     for number, line in enumerate(small(path).splitlines(), 1):
         record = decoded(line, kind, where := f"{path}:{number}")

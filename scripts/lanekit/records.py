@@ -233,11 +233,8 @@ def find(root: Path) -> list[Path]:
 
 
 def read(folder: Path) -> Cell:
-    """Everything the verifier needs of a load point.
-
-    Raises:
-        Unreadable: no summary, or a file that is not what AIPerf writes.
-    """
+    """Everything the verifier needs of a load point. Raises Unreadable: no summary, or a file that
+    is not what AIPerf writes."""
     path = folder / SUMMARY
     found = reading.decoded(reading.small(path), _Summary, str(path))
     config = found.input_config

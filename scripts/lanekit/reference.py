@@ -30,11 +30,8 @@ def newest(results: Path, wanted: Header) -> Path | None:
 
 
 def given(folder: Path, wanted: Header) -> str:
-    """The arm of a drop that a person named.
-
-    Raises:
-        ConfigError: it holds no answers, or answers of another lane, profile, model or question.
-    """
+    """The arm of a drop that a person named. Raises ConfigError: it holds no answers, or answers of
+    another lane, profile, model or question."""
     try:
         header = _header(folder)
     except LaneError as error:

@@ -49,11 +49,8 @@ Lock = dict[str, dict[str, Entry]]
 
 
 def read(path: Path = LOCK) -> Lock:
-    """The lock: stack -> image -> entry; empty before the first publication.
-
-    Raises:
-        ConfigError: the file does not decode.
-    """
+    """The lock: stack -> image -> entry; empty before the first publication. Raises ConfigError:
+    the file does not decode."""
     if not path.is_file():
         return {}
     try:
@@ -78,10 +75,7 @@ def tag(held: images.Contents, digest: str) -> str:
 
 def default() -> str:
     """Where images go when REGISTRY= says nothing: beside the repository that they come from.
-
-    Raises:
-        ConfigError: this checkout is no clone from GitHub, whose registry is known.
-    """
+    Raises ConfigError: this checkout is no clone from GitHub, whose registry is known."""
     source = images.checkout().get(images.SOURCE, "")
     if not source.startswith(GITHUB):
         raise ConfigError(
@@ -128,11 +122,9 @@ def push(name: str, stack: str, registry: str, lock: Path = LOCK) -> str:
 def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str = "") -> str:
     """Pull an image by the digest in the lock, verify it, and make it the local one.
 
-    registry: instead of the recorded one, as a mirror; the digest stays. ssh: pull on the host
-    that this reaches, not here.
-
-    Raises:
-        ImageFailed: no digest is recorded, the registry does not have it, or it has another.
+    registry: instead of the recorded one, as a mirror; the digest stays. ssh: pull on the host that
+    this reaches, not here. Raises ImageFailed: no digest is recorded, the registry does not have
+    it, or it has another.
     """
     entry = read(lock).get(stack, {}).get(name)
     if entry is None:
@@ -163,12 +155,9 @@ def pull(name: str, stack: str, registry: str = "", lock: Path = LOCK, ssh: str 
 
 
 def fetch(client: "DockerClient", digest: str, say: Say, lock: Path = LOCK) -> bool:
-    """Pull a published image by its digest with a client of any host; False where the lock does
-    not name it, so that nobody knows where it could come from.
-
-    Raises:
-        ImageFailed: the registry refuses, or does not have it.
-    """
+    """Pull a published image by its digest with a client of any host; False where the lock does not
+    name it, so that nobody knows where it could come from. Raises ImageFailed: the registry
+    refuses, or does not have it."""
     from python_on_whales import DockerException  # noqa: PLC0415
 
     known = (entry for images_ in read(lock).values() for entry in images_.values())
@@ -189,10 +178,7 @@ def fetch(client: "DockerClient", digest: str, say: Say, lock: Path = LOCK) -> b
 
 def packages(reference: str, lock: Path = LOCK) -> dict[str, str]:
     """What a published image holds, from the bill of materials that was made when it was pushed.
-
-    Raises:
-        ConfigError: the bill is missing or is not the one that the lock names.
-    """
+    Raises ConfigError: the bill is missing or is not the one that the lock names."""
     digest = reference.rpartition("@")[2]
     for stack, known in read(lock).items():
         for name, entry in known.items():
@@ -209,11 +195,8 @@ def packages(reference: str, lock: Path = LOCK) -> dict[str, str]:
 
 
 def remote(reference: str) -> str:
-    """The digest a registry has under a tag; empty when the tag is not there.
-
-    Raises:
-        ImageFailed: the registry could not be asked, which is not the same as "not there".
-    """
+    """The digest a registry has under a tag; empty when the tag is not there. Raises ImageFailed:
+    the registry could not be asked, which is not the same as "not there"."""
     # `{{.Manifest.Digest}}` alone prints the whole report (buildx 0.13.1, 2026-11-30).
     ask = ("docker", "buildx", "imagetools", "inspect", "--format", "{{json .Manifest}}")
     asked = subprocess.run([*ask, reference], capture_output=True, text=True, check=False)

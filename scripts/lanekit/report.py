@@ -33,11 +33,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rows(path: Path, verdict: Verdict) -> list[Row]:
-    """The rows of a drop, one a cell that left records.
-
-    Raises:
-        Unreadable: the drop has no readable manifest.
-    """
+    """The rows of a drop, one a cell that left records. Raises Unreadable: the drop has no readable
+    manifest."""
     waived = sum(bool(check.waived) for check in verdict.checks)
     result = f"{verdict.result}, {waived} waived" if waived else verdict.result
     served = model(drops.read(path))

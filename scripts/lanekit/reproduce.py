@@ -40,12 +40,8 @@ class Name(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> Name:
-    """`lane/arm/cell` as a row of this checkout.
-
-    Raises:
-        ConfigError: it has not that shape, or names what does not exist; a published row without
-            an arm here says so.
-    """
+    """`lane/arm/cell` as a row of this checkout. Raises ConfigError: it has not that shape, or
+    names what does not exist; a published row without an arm here says so."""
     words = text.split("/")
     if len(words) != 3 or not all(words):
         raise ConfigError(
@@ -79,11 +75,7 @@ def _require_declared(name: Name) -> None:
 
 def run(args: argparse.Namespace, options: planning.Options) -> int:
     """Reproduce a row; returns 0 reproduced or nothing to hold it to, 1 refuted or below the band,
-    2 no verdict.
-
-    Raises:
-        LaneError: it cannot be run here; nothing was started.
-    """
+    2 no verdict. Raises LaneError: it cannot be run here; nothing was started."""
     name, known = parse(args.row), published.load()
     if args.drop:
         return _shown(known, name, args.drop)
@@ -113,11 +105,8 @@ def settled(
     known: Published, name: Name, options: planning.Options, here: Machine
 ) -> planning.Options:
     """The options with profile and launcher chosen: the published fleet where the row has one, and
-    images where they are published, else the engine's lock.
-
-    Raises:
-        ConfigError: the arm does not fit the profile.
-    """
+    images where they are published, else the engine's lock. Raises ConfigError: the arm does not
+    fit the profile."""
     lane = spec.lane(name.lane)
     fleets = [figure.run.profile for figure in published.figures(known, str(name))]
     fits = [fleet for fleet in fleets if fleet in lane.arms[name.arm].contracts]
@@ -158,11 +147,8 @@ def _launcher(lane: spec.Lane, arm: str, profile: str, options: planning.Options
 
 
 def require(name: Name, made: Plan, here: Machine) -> None:
-    """Refuse before anything is pulled or started where the fleet is not there.
-
-    Raises:
-        ConfigError: what is missing, and the nearest row that this machine can run.
-    """
+    """Refuse before anything is pulled or started where the fleet is not there. Raises ConfigError:
+    what is missing, and the nearest row that this machine can run."""
     profile = spec.profile(made.profile)
     unnamed = made.hosts_why == hosts.UNNAMED
     if made.hosts[0].ssh and not unnamed:  # the leader is another machine: doctor asks it
@@ -275,11 +261,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _judged(name: Name, folder: Path, manifest: Manifest | None) -> Verdict:
-    """The verdict of the drop of that row.
-
-    Raises:
-        ConfigError: it holds another row.
-    """
+    """The verdict of the drop of that row. Raises ConfigError: it holds another row."""
     given = {} if manifest else {"lane": name.lane, "arm": name.arm}
     verdict = verify(folder, **given)
     seen = set(compare.cells(verdict))

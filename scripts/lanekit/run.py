@@ -117,10 +117,7 @@ class Run:
     def warm(self) -> None:
         """Fill the caches of every host with compiled kernels, before ranks that wait for each
         other with a time limit meet. Pods do so themselves before they start (lanekit.manifests).
-
-        Raises:
-            CellFailed: it failed on a host, or one of them was not done in time.
-        """
+        Raises CellFailed: it failed on a host, or one of them was not done in time."""
         if self.plan.warm and self.plan.launcher != "kubernetes":
             self.drop.state("warming")
             self._take(spec.WARM, self.plan.warm)
@@ -239,11 +236,8 @@ class Run:
         self.progress.say(f"ready: a completion came back after {time.monotonic() - begin:.1f} s")
 
     def _prefill(self) -> None:
-        """Send one prompt of each length that the engine compiles kernels for.
-
-        Raises:
-            ServerDied: a prompt was not answered; what compiles would do so inside a cell.
-        """
+        """Send one prompt of each length that the engine compiles kernels for. Raises ServerDied: a
+        prompt was not answered; what compiles would do so inside a cell."""
         with requests.Session() as session:
             session.trust_env = False
             for tokens in self.plan.prefill:
@@ -343,11 +337,8 @@ def _what(started: Process) -> str:
 
 
 def main(plan: Plan, progress: Progress) -> int:
-    """Run a plan, judge its drop, print its rows; returns the verdict's exit code.
-
-    Raises:
-        LaneError: whatever stopped the run; the drop says how far it came.
-    """
+    """Run a plan, judge its drop, print its rows; returns the verdict's exit code. Raises
+    LaneError: whatever stopped the run; the drop says how far it came."""
     begin = time.monotonic()
     progress.say(f"{plan.lane}/{plan.arm} on {plan.profile} ({plan.profile_why})")
     drop = execute(plan, progress)
@@ -364,11 +355,8 @@ def main(plan: Plan, progress: Progress) -> int:
 
 
 def execute(plan: Plan, progress: Progress) -> drops.Drop:
-    """Run a plan from start to a sealed drop.
-
-    Raises:
-        LaneError: whatever stopped the run; the drop says how far it came.
-    """
+    """Run a plan from start to a sealed drop. Raises LaneError: whatever stopped the run; the drop
+    says how far it came."""
     wall = time.monotonic()
     with alone.holding(plan.drop, progress.say), interrupt.raising():
         # A scheduler's nodes are nobody's to ask before it has chosen them.

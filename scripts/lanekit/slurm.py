@@ -131,12 +131,9 @@ def _read(plan: Plan) -> list[str]:
 
 
 def require(plan: Plan) -> None:
-    """Refuse a plan that no job could run.
-
-    Raises:
-        ConfigError: a serving lane, whose server only a job could reach, or a path that a line of
-            sbatch or a mount of pyxis would read as something else.
-    """
+    """Refuse a plan that no job could run. Raises ConfigError: a serving lane, whose server only a
+    job could reach, or a path that a line of sbatch or a mount of pyxis would read as something
+    else."""
     if plan.driver != "batch":
         raise ConfigError(
             f"lane {plan.lane} serves; the slurm launcher runs batch lanes",
@@ -174,11 +171,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 def state(shown: str) -> State:
-    """The state in `scontrol show job ID --oneliner`.
-
-    Raises:
-        ValueError: it is of another form.
-    """
+    """The state in `scontrol show job ID --oneliner`. Raises ValueError: it is of another form."""
     held = dict(re.findall(r"(\w+)=(\S*)", shown))
     status, _, signal = held.get("ExitCode", "0:0").partition(":")
     if "JobState" not in held:
@@ -219,11 +212,8 @@ def _deaf(why: str) -> HostLost:
 def launching(
     plan: Plan, drop: drops.Drop, env: Mapping[str, str], say: Say
 ) -> Iterator["SlurmLauncher"]:
-    """The scripts of a plan, written; every job of it is cancelled at the end.
-
-    Raises:
-        ConfigError: no Slurm here.
-    """
+    """The scripts of a plan, written; every job of it is cancelled at the end. Raises ConfigError:
+    no Slurm here."""
     (drop.path / FOLDER).mkdir()
     command(env, "sinfo", "--version")
     if plan.containers and not plan.hosts[0].cache:
@@ -250,11 +240,7 @@ class SlurmLauncher:
     def task(
         self, name: str, cell: CellPlan, env: Mapping[str, str], logs: Sequence[Path]
     ) -> "JobTask":
-        """Submit the job of a cell.
-
-        Raises:
-            ConfigError: sbatch rejects it, with its own words.
-        """
+        """Submit the job of a cell. Raises ConfigError: sbatch rejects it, with its own words."""
         led = Service(name, self._plan.hosts[0].name, cell.command, cell.env)
         # Never all of cell.env: sbatch itself is found and runs by the PATH that a run inherits.
         secrets = {k: v for k, v in cell.env.items() if is_secret(k)}
@@ -313,11 +299,8 @@ class JobTask:
         return max(there, key=lambda log: log.stat().st_mtime, default=self._logs[0])
 
     def poll(self) -> int | None:
-        """The exit status, or None while the job waits or runs.
-
-        Raises:
-            HostLost: the controller has not answered for a minute.
-        """
+        """The exit status, or None while the job waits or runs. Raises HostLost: the controller has
+        not answered for a minute."""
         if time.monotonic() - self._asked < POLL_S:
             return None
         self._asked = time.monotonic()
@@ -355,11 +338,8 @@ class JobTask:
 
 
 def cancel(job: str, env: Mapping[str, str]) -> None:
-    """Cancel a job and wait until none of its processes is left.
-
-    Raises:
-        HostLost: the controller refuses, or the job does not go.
-    """
+    """Cancel a job and wait until none of its processes is left. Raises HostLost: the controller
+    refuses, or the job does not go."""
     command(env, "scancel", "--full", job)
     deadline = time.monotonic() + ENDED_S
     while time.monotonic() < deadline:

@@ -196,11 +196,8 @@ class Lane(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def profile(name: str) -> Profile:
-    """The fleet `lanes/profiles/NAME.toml`.
-
-    Raises:
-        ConfigError: no such profile (the known ones are listed) or a bad file.
-    """
+    """The fleet `lanes/profiles/NAME.toml`. Raises ConfigError: no such profile (the known ones are
+    listed) or a bad file."""
     known = profile_names()
     _require(name, known, what="profile", option="PROFILE")
     found = toml.load(paths.PROFILES / f"{name}.toml", Profile)
@@ -218,11 +215,8 @@ def profile_names() -> list[str]:
 
 
 def lane(name: str) -> Lane:
-    """The lane `lanes/NAME/lane.toml`.
-
-    Raises:
-        ConfigError: no such lane (the known ones are listed) or a bad file.
-    """
+    """The lane `lanes/NAME/lane.toml`. Raises ConfigError: no such lane (the known ones are listed)
+    or a bad file."""
     _require(name, lane_names(), what="lane", option="LANE")
     return checked(toml.load(paths.LANES / name / "lane.toml", Lane))
 
@@ -233,11 +227,8 @@ def lane_names() -> list[str]:
 
 
 def settled(found: Lane) -> Lane:
-    """A lane whose settings are whole: what `like` names is filled in.
-
-    Raises:
-        ConfigError: a setting is like one that is not there or is itself like another.
-    """
+    """A lane whose settings are whole: what `like` names is filled in. Raises ConfigError: a
+    setting is like one that is not there or is itself like another."""
     plain = {name: each for name, each in found.profiles.items() if not each.like}
     for name, own in found.profiles.items():
         if own.like:
@@ -327,11 +318,8 @@ def _require_fit(where: str, arm: Arm, reference: Arm) -> None:
 
 
 def arm(found: Lane, name: str, where: str) -> Arm:
-    """The arm `name` of a lane on profile `where`.
-
-    Raises:
-        ConfigError: no such arm, or it does not fit the profile.
-    """
+    """The arm `name` of a lane on profile `where`. Raises ConfigError: no such arm, or it does not
+    fit the profile."""
     _require(name, found.arms, what="arm", option="ARM")
     chosen = found.arms[name]
     if where not in chosen.contracts:
@@ -353,11 +341,7 @@ def image(found: Lane, arm: str, where: str) -> str:
 
 def cells(found: Lane, arm: str, names: Iterable[str] = ()) -> dict[str, Cell]:
     """The chosen load points, in the order of the lane file: those named, else the arm's sweep,
-    else the lane's, else all of them.
-
-    Raises:
-        ConfigError: no cell of that name.
-    """
+    else the lane's, else all of them. Raises ConfigError: no cell of that name."""
     wanted = list(names)
     for name in wanted:
         _require(name, found.workload.cells, what="cell", option="CELLS")

@@ -68,11 +68,7 @@ class Line:
         self.docker = images.docker(self.host.ssh, self._socket)
 
     def run(self, command: str) -> str:
-        """What a shell command prints on the host.
-
-        Raises:
-            HostLost: it cannot be run there.
-        """
+        """What a shell command prints on the host. Raises HostLost: it cannot be run there."""
         words = [*self._ssh(), command] if self.host.ssh else ["sh", "-c", command]
         try:
             done = subprocess.run(
@@ -91,11 +87,7 @@ class Line:
         return self._child is None or self._child.poll() is None
 
     def require(self) -> None:
-        """Notice a host that is gone.
-
-        Raises:
-            HostLost: its connection ended.
-        """
+        """Notice a host that is gone. Raises HostLost: its connection ended."""
         if not self.alive:
             raise self._lost(self._words() or "the connection ended")
 
@@ -148,11 +140,7 @@ class Line:
 def keys(place: Path) -> bytes:
     """A new key pair as a tar archive, under the names that Kubernetes' MPI operator gives its own:
     `id_rsa` is both what a client shows and how a daemon is known, to all that hold it. Nothing of
-    it stays in `place`.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    it stays in `place`. Raises ConfigError: it cannot be made."""
     path = place / "id_rsa"
     ask = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lane", "-f", str(path)]
     try:

@@ -34,12 +34,8 @@ _UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]*)`(?: - at `(?P<at>[^`]*)`
 
 
 def load(path: Path, kind: type[T]) -> T:
-    """Decode a TOML file into `kind`.
-
-    Raises:
-        ConfigError: the file is missing, a device, too large, not TOML, or holds a key or value its
-            schema refuses.
-    """
+    """Decode a TOML file into `kind`. Raises ConfigError: the file is missing, a device, too large,
+    not TOML, or holds a key or value its schema refuses."""
     if path.exists() and not path.is_file():  # realpath loses /dev/fd/63, a shell's <(command)
         raise ConfigError(f"{path}: not a regular file", remedy="Save it as a TOML file first.")
     try:

@@ -119,11 +119,8 @@ def signatures() -> tuple[Signature, ...]:
 
 
 def triage(root: Path) -> Found:
-    """The first failure in a drop or log.
-
-    Raises:
-        Unreadable: nothing there, several drops, or a log cannot be read.
-    """
+    """The first failure in a drop or log. Raises Unreadable: nothing there, several drops, or a log
+    cannot be read."""
     if not root.exists():
         raise Unreadable(f"{root}: no such file or directory", remedy="Check the path.")
     files = [root] if root.is_file() else list(logs.inside(root))

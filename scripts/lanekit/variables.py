@@ -57,11 +57,8 @@ class Readers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load() -> Variables:
-    """Read lanes/variables.toml.
-
-    Raises:
-        ConfigError: not the schema, or a transport that is like one that is not there.
-    """
+    """Read lanes/variables.toml. Raises ConfigError: not the schema, or a transport that is like
+    one that is not there."""
     found = toml.load(paths.VARIABLES, Variables)
     for name, each in found.transport.items():
         if each.like and each.like not in found.transport:
