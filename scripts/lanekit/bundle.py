@@ -360,24 +360,8 @@ class PartWriter:
         return {**self._sums, ARCHIVE: self._whole.hexdigest()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `lanekit bundle`."""
-    add = parser.add_argument
-    add("lane", help="a folder of lanes/")
-    add("--profile", required=True, help="the fleet it will run on")
-    add("--out", default="bundle", help="folder for the parts, their sums and the installer")
-    add("--part-mib", default="0", help="largest part in MiB; one file when not given")
-    add("--deepep-wheel", default="", help="the deep_ep wheel, built for the machine's Python")
-    add("--present", default="", help="`pip freeze` of the machine: linked there, not carried")
-    add("--plan", action="store_true", help="print what each environment needs and pack nothing")
-
-
 def run(args: argparse.Namespace) -> int:
     """Make the bundle and say what to do with it."""
-    if not args.part_mib.isdecimal():
-        raise ConfigError(
-            f"PART_MIB: '{args.part_mib}' is no number", remedy="Give MiB, as in PART_MIB=512."
-        )
     wheel = Path(args.deepep_wheel) if args.deepep_wheel else None
     present = Path(args.present) if args.present else None
     planned = plan_environments(args.lane, args.profile, deepep_wheel=wheel, present=present)
@@ -390,7 +374,7 @@ def run(args: argparse.Namespace) -> int:
     about = {"format": FORMAT, "lane": args.lane, "profile": args.profile, "python": PYTHON}
     try:
         with interrupt.raising():
-            made = pack(planned, about, out=Path(args.out), part_bytes=int(args.part_mib) << 20)
+            made = pack(planned, about, out=Path(args.out), part_bytes=args.part_mib << 20)
     except Interrupted as error:
         raise Interrupted(error.message, remedy="No part of it stays: make it again.") from error
     print(f"{made.size / 1e6:.0f} MB in {len(made.parts)} part(s) in {made.sums.parent}/")

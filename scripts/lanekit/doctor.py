@@ -306,23 +306,6 @@ def _dead_runs(own: Iterable[int]) -> Iterator[tuple[str, set[int]]]:
         yield mark, known
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `lanekit doctor`."""
-    add = parser.add_argument
-    add("--profile", default="", help="the fleet; chosen from this machine when not given")
-    add("--lane", default="", help="also check what this lane needs")
-    add("--arm", default="", help="the variant; the lane's default on the profile when not given")
-    add(
-        "--hosts", default="", help="its hosts, over SSH: [user@]address[:port],... or an inventory"
-    )
-    add("--launcher", default="", help="with --lane: how services would be started")
-    add("--ports", default="", help="TCP ports that must be free, and open between hosts")
-    add("--results", default="", help="where drops go; results/ when not given")
-    add("--reap", action="store_true", help="first end what dead runs of yours left on the GPUs")
-    add("--pids", default="", help="with --reap: also end these, if they are yours")
-    add("--json", action="store_true", help="print the report as JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     """Examine, print, and say by the exit code what it means."""
     here = machine.read()

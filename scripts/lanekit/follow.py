@@ -3,19 +3,27 @@
 It reads the drop's own files as they grow, so it works beside a run of any launcher, and after it.
 """
 
+import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from lanekit import drop as drops
-from lanekit import hosts, logs
+from lanekit import hosts, logs, paths
 from lanekit.errors import Unreadable
 
 POLL_S: Final = 0.2
 BLOCK: Final = 1 << 20
 SHOWN: Final = ("warm", "logs")
 KINDS: Final = ("*.log", *(f"*.log{packed}" for packed in logs.PACKED))
+
+
+def run(args: argparse.Namespace) -> int:
+    """`lanekit logs`."""
+    for line in stream(args.drop or newest(paths.RESULTS), follow=args.follow):
+        print(line)
+    return 0
 
 
 def stream(root: Path, *, follow: bool) -> Iterator[str]:

@@ -79,10 +79,10 @@ def _build(names: list[str], stack: str, *, plan: bool) -> int:
     return 0
 
 
-def pins_command(*, lint: bool) -> int:
+def pins_command(args: argparse.Namespace) -> int:
     """The table of pins, or the findings of the lint."""
     found = pins.load()
-    if not lint:
+    if not args.lint:
         print(pins.table(found))
         return 0
     known: dict[str, str] = {}

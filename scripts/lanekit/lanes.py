@@ -1,5 +1,6 @@
 """Every row with its state: for `lanekit lanes`, the matrix in the README, and RESULTS.md."""
 
+import argparse
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -83,6 +84,16 @@ class Entry(msgspec.Struct, frozen=True):
     def _told(self, held: Measured) -> str:
         cells = "" if held.cells == self.cells else f"{','.join(held.cells)} "
         return f"{cells}{held.day}: {held.result} ({held.drop})"
+
+
+def run(args: argparse.Namespace) -> int:
+    """`lanekit lanes`."""
+    if args.readme:
+        for readme, generated in readmes().items():
+            drops.atomic(readme, renewed(readme.read_text(), generated).encode())
+    else:
+        print(text())
+    return 0
 
 
 def entries(*, committed: bool = False) -> list[Entry]:

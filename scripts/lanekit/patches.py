@@ -4,6 +4,7 @@ patches/<upstream>/<base>/ holds series.toml and its patches; patches/README.md 
 A root is never written to: every series is applied in a scratch repository of its own.
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -527,15 +528,13 @@ def _try(folder: Path, step: Step, scratch: Path) -> str:
     return "; ".join(map(str, found)) or "fits"
 
 
-def main(names: Sequence[str], *, again: bool = False, out: str = "") -> int:
-    """Judge or refresh every series; prints a report and returns the exit code.
-
-    0: every series applies. 1: one is refused. 2: one could not be read or fetched.
-    """
-    codes = {0}
-    for folder in find(names):
+def run(args: argparse.Namespace) -> int:
+    """Judge or refresh every series; prints a report. 0: every series applies. 1: one is refused.
+    2: one could not be read or fetched."""
+    codes, out = {0}, Path(args.out) if args.out else None
+    for folder in find(args.series):
         print(f"{folder.parent.name}/{folder.name}", flush=True)
-        lines = refresh(folder) if again else judge(folder, Path(out) if out else None)
+        lines = refresh(folder) if args.refresh else judge(folder, out)
         try:
             for line in lines:
                 print(f"  {line}", flush=True)

@@ -5,6 +5,7 @@ word, the same one everywhere in the drop, so that sixteen ranks on two hosts st
 The table of words is never written. Nothing is published whose verdict would differ.
 """
 
+import argparse
 import contextlib
 import gzip
 import ipaddress
@@ -130,6 +131,13 @@ class Words:
         kept = next((n for n in range(own, len(parts)) if parts[n] in _ANCHORS), last)
         shown = [b"d%d" % self._number("path", part) for part in parts[:kept] if part]
         return b"/" + b"/".join([*shown, *(self.replace(part) for part in parts[kept:])])
+
+
+def run(args: argparse.Namespace) -> int:
+    """`lanekit redact`."""
+    redact(args.drop, args.out)
+    print(f"redacted: {args.out}")
+    return 0
 
 
 def beside(source: Path) -> Path:

@@ -1,5 +1,6 @@
 """Rows from drops: the lines a run prints, and results/RESULTS.md. It renders; it never gates."""
 
+import argparse
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,12 @@ class Row(msgspec.Struct, frozen=True):
     verdict: str
     figures: CellRow
     drop: str
+
+
+def run(_args: argparse.Namespace) -> int:
+    """`lanekit report`."""
+    print(write())
+    return 0
 
 
 def rows(path: Path, verdict: Verdict) -> list[Row]:

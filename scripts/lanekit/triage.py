@@ -4,6 +4,7 @@ Lines are found as the verifier finds them; then only the part of each log that 
 What is first is decided by time where logs state one, then by line; a symptom is never a cause.
 """
 
+import argparse
 import collections
 import datetime
 import io
@@ -116,6 +117,13 @@ class Found(msgspec.Struct, frozen=True):
 def signatures() -> tuple[Signature, ...]:
     """The table of known failures."""
     return toml.load(Path(__file__).parent / "resources" / "signatures.toml", _Table).signature
+
+
+def run(args: argparse.Namespace) -> int:
+    """`lanekit triage`: 0 a cause was named, or nothing failed; 2 none was found."""
+    found = triage(args.drop)
+    print(text(found))
+    return found.exit_code
 
 
 def triage(root: Path) -> Found:

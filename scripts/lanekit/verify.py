@@ -1,7 +1,6 @@
 """Judge a drop, ours or a stranger's, offline: `lanekit verify DIR`.
 
-Light to import, since the command line builds its parser from here. lanekit.case puts together
-what is judged, lanekit.judge judges it, lanekit.render prints it.
+lanekit.case puts together what is judged, lanekit.judge judges it, lanekit.render prints it.
 """
 
 import argparse
@@ -18,17 +17,6 @@ if TYPE_CHECKING:
 
 
 FILES: Final = 10_000  # in a drop; a sweep of three cells on two hosts leaves 30
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `lanekit verify`."""
-    add = parser.add_argument
-    add("drop", type=Path, help="a drop, or a log")
-    add("--lane", help="for a drop without manifest; else inferred from its path")
-    add("--arm", help="likewise")
-    add("--profile", help="likewise: the fleet it ran on")
-    add("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
-    add("--junit", type=Path, metavar="FILE", help="write the verdict as JUnit XML")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{path} is in what is judged: nothing there may be written",
                 remedy="Choose a file beside it.",
             )
-    found = verify(args.drop, lane=args.lane, arm=args.arm, profile=args.profile)
+    asked = {name: getattr(args, name) or None for name in ("lane", "arm", "profile")}
+    found = verify(args.drop, **asked)
     print(render.text(found, colour=render.wants_colour(sys.stdout)))
     for path, content in ((args.json, render.as_json), (args.junit, render.junit)):
         if path:

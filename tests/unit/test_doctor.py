@@ -393,7 +393,7 @@ def test_a_host_that_cannot_be_reached_says_why(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = capture.capture("b", capture.probes(), ssh="ubuntu@b:2222")
     assert found.error == "Permission denied (publickey)."
-    options = "-o BatchMode=yes -o ConnectTimeout=10 -p 2222 -- u@b sh -s"
+    options = "-oBatchMode=yes -oConnectTimeout=10 -p 2222 -- u@b sh -s"
     ssh.write_text(f'#!/bin/sh\n[ "$*" = "{options}" ] && exec sh -s\n')
     found = capture.capture("b", {"host": capture.Probe("uname -n")}, ssh="u@b:2222")
     assert (found.error, found.texts["host"].rc) == ("", 0)
