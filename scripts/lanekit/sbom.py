@@ -21,7 +21,8 @@ def of(name: str, held: Contents, digest: str) -> bytes:
         name=name, version=digest, type=ComponentType.CONTAINER, bom_ref=f"{name}@{digest}"
     )
     bill = Bom(metadata=BomMetaData(component=image))
-    kinds = (("pypi", None, held.packages), ("deb", "debian", held.debian))
+    system = held.system.split()[:1] or ["debian"]  # "Ubuntu 24.04.3 LTS"
+    kinds = (("pypi", None, held.packages), ("deb", system[0].lower(), held.debian))
     for kind, space, packages in kinds:
         for package, version in packages.items():
             where = PackageURL(type=kind, namespace=space, name=package, version=version)

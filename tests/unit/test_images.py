@@ -484,6 +484,8 @@ def test_the_bill_names_every_package_and_is_the_same_twice() -> None:
     assert made["metadata"]["component"]["version"] == DIGEST
     purls = {component["purl"] for component in made["components"]}
     assert {"pkg:pypi/vllm@0.24.0", "pkg:deb/debian/libc6@2.36-9"} <= purls
+    ubuntu = msgspec.structs.replace(HELD, system="Ubuntu 24.04.3 LTS")
+    assert b"pkg:deb/ubuntu/libc6@2.36-9" in sbom.of("vllm", ubuntu, DIGEST)
     assert bill == sbom.of("vllm", HELD, DIGEST)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(bill.decode()) is None
 
