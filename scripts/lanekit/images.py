@@ -559,9 +559,3 @@ def tree() -> str:
     for base in dict.fromkeys(parent for parent in above.values() if parent not in above):
         add(base, 0)
     return "\n".join(lines)
-
-
-def mermaid() -> str:
-    """The graph as a Mermaid drawing, which GitHub shows as a picture."""
-    edges = [f"    {parent} --> {name}" for name, parent in parents().items()]
-    return "\n".join(["graph LR", *edges])

@@ -176,16 +176,3 @@ def figures(found: Published, name: str) -> list[Figure]:
         for metric, value in row.figures.items():
             best.setdefault(metric, Figure(row, found.runs[row.run], metric, value))
     return list(best.values())
-
-
-def last_digit(value: float) -> float:
-    """The unit of the last digit that was printed: 0.1 for 273.0, 1.0 for 280."""
-    if isinstance(value, int):
-        return 1.0
-    return float(10.0 ** -len(repr(value).partition(".")[2]))
-
-
-def bears_out(value: float, recomputed: float) -> bool:
-    """Whether a recomputed figure is the printed one, but for rounding twice: 474.49 became 474.5
-    and then 475 in print (vllm/epnc1/c4, 2026-07)."""
-    return abs(value - recomputed) <= last_digit(value)

@@ -12,6 +12,7 @@ import shlex
 import drops
 import msgspec
 import pytest
+import readers
 import yaml
 
 from lanekit import (
@@ -150,7 +151,7 @@ def test_every_variable_of_an_arm_has_a_reader_that_its_image_brings(
     lane: str, arm: str, profile: str
 ) -> None:
     image = spec.image(LANES[lane], arm, profile)
-    faults = list(variables.faults(LANES[lane], image, given(made(lane, arm, profile))))
+    faults = list(readers.faults(LANES[lane], image, given(made(lane, arm, profile))))
     assert faults == []
 
 
@@ -196,7 +197,7 @@ def test_no_reader_is_stated_for_a_variable_that_nobody_sets() -> None:
         seen[lane] |= set(given(made(lane, arm, profile)))
     # What HOSTS= adds for a host whose interface it names.
     seen["vllm"] |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
-    assert list(variables.unused(LANES, seen)) == []
+    assert list(readers.unused(LANES, seen)) == []
 
 
 @drops.needs_published
@@ -264,7 +265,7 @@ def test_every_transport_is_the_name_of_a_contract_and_every_image_one_of_the_gr
     for name in variables.load().transport:
         assert contract.digest(name)
     known = {*images.targets(), *images.parents().values()}
-    for name, reader in variables.readers().items():
+    for name, reader in readers.readers().items():
         assert set(reader.image) <= known, name
 
 
@@ -278,7 +279,7 @@ def test_every_transport_is_the_name_of_a_contract_and_every_image_one_of_the_gr
     ],
 )
 def test_a_variable_nobody_reads_is_found(env: dict[str, str], said: str) -> None:
-    faults = list(variables.faults(LANES["vllm"], "vllm-v1", env))
+    faults = list(readers.faults(LANES["vllm"], "vllm-v1", env))
     assert [said in fault for fault in faults] == ([True] if said else [])
 
 
