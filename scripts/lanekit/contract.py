@@ -15,7 +15,7 @@ from typing import Final, Literal
 import msgspec
 
 from lanekit import paths, toml
-from lanekit.errors import ConfigError
+from lanekit.errors import ConfigError, require_known, saying
 from lanekit.plan import OPTION
 
 RULES: Final = "rules"
@@ -154,10 +154,8 @@ def rules(folder: Path = paths.CONTRACTS) -> dict[str, Rule]:
     """Every rule by id, in the order of the file. Raises ConfigError: the file is missing or a rule
     does not fit its schema."""
     path = folder / f"{RULES}.toml"
-    try:
+    with saying(path, "Restore it."):
         return _parsed(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", remedy="Restore it.") from error
 
 
 @functools.lru_cache(maxsize=8)  # parsing takes longer than judging a small log
@@ -212,9 +210,7 @@ def names(folder: Path = paths.CONTRACTS) -> list[str]:
 def load(name: str, folder: Path = paths.CONTRACTS) -> Contract:
     """The contract `lanes/contracts/NAME.toml`. Raises ConfigError: no such contract (the known
     ones are listed), a bad file, or an unknown rule."""
-    if name not in names(folder):
-        known = ", ".join(names(folder)) or "none"
-        raise ConfigError(f"no contract named '{name}'", remedy=f"Known contracts: {known}.")
+    require_known(name, names(folder), "contract")
     found = _extended(toml.load(folder / f"{name}.toml", Contract), folder)
     library = rules(folder)
     used = (*found.required, *found.served, *found.batch, *found.noted)
@@ -283,13 +279,11 @@ def digest(name: str, folder: Path = paths.CONTRACTS) -> str:
     """sha256, in hex, of a contract file, of the one it extends and of the rules they draw on.
     Raises ConfigError: a file cannot be read."""
     together = hashlib.sha256()
-    try:
+    with saying(folder / f"{name}.toml", "Restore it."):
         own = (folder / f"{name}.toml").read_bytes()
         base = toml.decode(own, Contract, where=name).extends
         for part in (name, *([base] if base else []), RULES):
             together.update((folder / f"{part}.toml").read_bytes())
-    except OSError as error:
-        raise ConfigError(f"contract {name}: {error.strerror}", remedy="Restore it.") from error
     return together.hexdigest()
 
 

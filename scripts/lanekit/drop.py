@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from lanekit import paths, reading
-from lanekit.errors import ConfigError, LaneError, Unreadable
+from lanekit.errors import ConfigError, LaneError, Unreadable, saying
 from lanekit.manifest import SCHEMA, Manifest, Process, Row, State
 from lanekit.plan import FILES, Plan, inherited, is_secret, public
 
@@ -133,11 +133,8 @@ def read(path: Path) -> Manifest:
 
 def sha256(path: Path) -> str:
     """The sha256 of a file, in hex. Raises Unreadable: it cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}", remedy="Check the file.") from error
+    with saying(path, "Check the file.", Unreadable), path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def boot() -> str:

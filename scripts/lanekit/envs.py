@@ -32,7 +32,7 @@ from typing import Final
 import requests
 
 from lanekit import paths
-from lanekit.errors import EnvironmentFailed
+from lanekit.errors import EnvironmentFailed, saying
 
 Say = Callable[[str], None]
 
@@ -46,10 +46,10 @@ UV: Final = (sys.executable, "-m", "uv")
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """An environment: its name, the locks it is made of, and the Python (`3.12`) it runs on."""
+    """An environment: its name, the lock it is made of, and the Python (`3.12`) it runs on."""
 
     name: str
-    locks: tuple[Path, ...]
+    lock: Path
     python: str
 
 
@@ -58,15 +58,13 @@ class Env:
     """A ready environment. built_s: seconds it took, 0.0 when reused. note: which torch and why."""
 
     python: Path
-    bin: Path
     built_s: float
-    lock_sha256: str
     note: str
 
 
 def spec(name: str) -> EnvSpec:
     """The environment that locks/`name`.txt describes, on lanekit's own Python where it can be."""
-    return EnvSpec(name, (paths.LOCKS / f"{name}.txt",), PYTHON)
+    return EnvSpec(name, paths.LOCKS / f"{name}.txt", PYTHON)
 
 
 def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> Env:
@@ -77,8 +75,7 @@ def ensure(spec: EnvSpec, root: Path, *, torch_index: str | None, say: Say) -> E
     environment cannot be made; says what to do.
     """
     home, index = root / spec.name, torch_index or TORCH_INDEX
-    for lock in spec.locks:
-        require(spec.name, lock.with_suffix(".in"))
+    require(spec.name, spec.lock.with_suffix(".in"))
     key = _key(spec, home, index)
     ready = _ready(home, key)
     if ready:
@@ -143,21 +140,15 @@ def require(name: str, source: Path) -> None:
 
 def _key(spec: EnvSpec, home: Path, torch_index: str) -> str:
     """What an environment depends on; its place too, since scripts in it name their Python."""
-    digest = hashlib.sha256(f"{spec.python}\n{torch_index}\n{home}\n".encode())
-    for lock in spec.locks:
-        digest.update(_read(lock).encode())
-        cpu = _cpu_lock(lock)
-        digest.update(_read(cpu).encode() if cpu.is_file() else b"")
-    return digest.hexdigest()
+    cpu = _cpu_lock(spec.lock)
+    locks = _read(spec.lock) + (_read(cpu) if cpu.is_file() else "")
+    told = f"{spec.python}\n{torch_index}\n{home}\n{locks}"
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _read(lock: Path) -> str:
-    try:
+    with saying(lock, "Restore it with `git checkout -- locks`.", EnvironmentFailed):
         return lock.read_text(encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentFailed(
-            f"{lock}: {error.strerror}", remedy="Restore it with `git checkout -- locks`."
-        ) from error
 
 
 def _cpu_lock(lock: Path) -> Path:
@@ -172,7 +163,7 @@ def _ready(home: Path, key: str) -> Env | None:
     python = home / "bin" / "python"
     if stamp.get("key") != key or not python.exists():
         return None
-    return Env(python, home / "bin", 0.0, stamp["lock_sha256"], stamp["note"])
+    return Env(python, 0.0, stamp["note"])
 
 
 @contextlib.contextmanager
@@ -195,27 +186,21 @@ def _build(uv: "_Uv", spec: EnvSpec, home: Path, key: str, index: str) -> Env:
         # first may be a shim that leads nowhere (pyenv, 2026-11-30).
         python = sys.executable if spec.python == PYTHON else spec.python
         uv.run("venv", "--quiet", "--python", python, str(home))
-        tag, notes, digest = _tag(home), [], hashlib.sha256()
-        for lock in spec.locks:
-            text, note = _install(uv, home, lock, index, tag)
-            digest.update(text.encode())
-            notes += [note] if note else []
+        note = _install(uv, home, spec.lock, index)
     except BaseException:
         shutil.rmtree(home, ignore_errors=True)
         raise
-    stamp = {"key": key, "lock_sha256": digest.hexdigest(), "note": "; ".join(notes)}
     scratch = home / f"{STAMP}.new"
-    scratch.write_text(json.dumps(stamp, indent=1))
+    scratch.write_text(json.dumps({"key": key, "note": note}, indent=1))
     os.replace(scratch, home / STAMP)
-    took = round(time.monotonic() - begin, 3)
-    return Env(home / "bin" / "python", home / "bin", took, stamp["lock_sha256"], stamp["note"])
+    return Env(home / "bin" / "python", round(time.monotonic() - begin, 3), note)
 
 
-def _install(uv: "_Uv", home: Path, lock: Path, index: str, tag: str) -> tuple[str, str]:
-    """Install one lock. Returns the text of what was installed and a note on the torch taken."""
+def _install(uv: "_Uv", home: Path, lock: Path, index: str) -> str:
+    """Install a lock; returns a note on the torch that was taken."""
     text, cpu, note = _read(lock), _cpu_lock(lock), ""
     if cpu.is_file():
-        taken, note = choose_torch(_read(cpu), index, tag, platform.machine())
+        taken, note = choose_torch(_read(cpu), index, _tag(home), platform.machine())
         uv.say(f"environment {uv.name}: {note}")
         if taken:
             uv.install(home, cpu, index=index)
@@ -223,7 +208,7 @@ def _install(uv: "_Uv", home: Path, lock: Path, index: str, tag: str) -> tuple[s
     kept = home / lock.name
     kept.write_text(text, encoding="utf-8")
     uv.install(home, kept)
-    return (_read(cpu) if text != _read(lock) else "") + text, note
+    return note
 
 
 def _tag(home: Path) -> str:

@@ -4,6 +4,9 @@ Exit codes of every lanekit command: 0 done or proven, 1 refuted, 2 no verdict (
 unreadable, bad usage, or the run did not get far enough to be judged).
 """
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -54,3 +57,20 @@ class Unreadable(LaneError):
 
 class ImageFailed(LaneError):
     """An image did not build, does not hold what it should, or is not the one that was pinned."""
+
+
+def require_known(name: str, known: Iterable[str], what: str, *, option: str = "") -> None:
+    """Refuse a name that is none of those known. Raises ConfigError: it lists them."""
+    names = list(known)
+    if name not in names:
+        listed, where = ", ".join(names) or "none", f"{option}: " if option else ""
+        raise ConfigError(f"{where}no {what} named '{name}'", remedy=f"Known {what}s: {listed}.")
+
+
+@contextlib.contextmanager
+def saying(path: Path, remedy: str, kind: type[LaneError] = ConfigError) -> Iterator[None]:
+    """Say which file could not be read, and what to do, in an error of this kind."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: {error.strerror}", remedy=remedy) from error

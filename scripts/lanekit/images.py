@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from lanekit import drop, interrupt, paths, pins
-from lanekit.errors import ConfigError, ImageFailed, Interrupted
+from lanekit.errors import ConfigError, ImageFailed, Interrupted, require_known
 
 if TYPE_CHECKING:
     from python_on_whales import DockerClient
@@ -398,10 +398,7 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
 
 def _require(names: Iterable[str]) -> None:
     for name in names:
-        if name not in targets():
-            raise ConfigError(
-                f"no image named '{name}'", remedy=f"Known images: {', '.join(targets())}."
-            )
+        require_known(name, targets(), "image")
 
 
 def local(name: str, stack: str) -> str:

@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from lanekit import paths, toml
-from lanekit.errors import ConfigError
+from lanekit import paths, render, toml
+from lanekit.errors import ConfigError, require_known, saying
 
 PINS: Final = paths.ROOT / "images" / "pins.toml"
 _WANTS: Final = {
@@ -119,10 +119,7 @@ def _is(text: str, pattern: str) -> bool:
 def of_stack(pins: Pins, stack: str) -> dict[str, Value]:
     """Every pin's value in one stack, versions of locked packages filled in from their locks.
     Raises ConfigError: no such stack, or a lock that does not hold the package."""
-    if stack not in pins.stacks:
-        raise ConfigError(
-            f"STACK: no stack named '{stack}'", remedy=f"Known: {', '.join(pins.stacks)}."
-        )
+    require_known(stack, pins.stacks, "stack", option="STACK")
     chosen = {name: pin.both or pin.stack.get(stack) for name, pin in pins.pin.items()}
     return {
         name: _resolved(pins.pin[name], value)
@@ -148,10 +145,8 @@ def locked(lock: Path, project: str) -> str:
 def packages(lock: Path) -> dict[str, str]:
     """Every package of a hashed requirements file, with its version. Raises ConfigError: the lock
     cannot be read."""
-    try:
+    with saying(lock, "Restore the lock."):
         text = lock.read_text()
-    except OSError as error:
-        raise ConfigError(f"{lock}: {error.strerror}", remedy="Restore the lock.") from error
     return dict(re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.M))
 
 
@@ -200,9 +195,7 @@ def table(pins: Pins) -> str:
         if any(value and value.unrecorded for value in values):
             note = f"{note}; checksum not recorded".removeprefix("; ")
         rows.append((name, *(_short(value) for value in values), note))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(render.aligned(rows))
 
 
 def _short(value: Value | None) -> str:

@@ -33,8 +33,8 @@ from lanekit import (
     spec,
     variables,
 )
-from lanekit.drop import MANIFEST
-from lanekit.errors import ConfigError
+from lanekit.drop import MANIFEST, sha256
+from lanekit.errors import ConfigError, require_known, saying
 from lanekit.pins import packages
 from lanekit.plan import (
     FILES,
@@ -621,9 +621,8 @@ def _profile(options: Options, lane: spec.Lane, here: machine.Machine) -> tuple[
 
 def _launcher(name: str, profile: spec.Profile) -> str:
     """The launcher: as asked for, else in place on one host and Compose on several."""
-    if name not in ("", *LAUNCHERS):
-        known = ", ".join(LAUNCHERS)
-        raise ConfigError(f"LAUNCHER: no launcher named '{name}'", remedy=f"Known: {known}.")
+    if name:
+        require_known(name, LAUNCHERS, "launcher", option="LAUNCHER")
     return name or ("process" if profile.hosts == 1 else "compose")
 
 
@@ -703,10 +702,8 @@ def _holder(path: Path, image: str, values: Mapping[str, str]) -> str:
 
 
 def _text(path: Path) -> str:
-    try:
+    with saying(path, "lane.toml names it."):
         return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", remedy="lane.toml names it.") from error
 
 
 def _declared(path: Path) -> dict[str, Any]:
@@ -876,12 +873,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def sha256(path: Path) -> str:
-    """The sha256 of a file, in hex. Raises ConfigError: the file cannot be read."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", remedy="Restore the file.") from error

@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from lanekit.errors import Unreadable
+from lanekit.errors import Unreadable, saying
 
 T = TypeVar("T")
 
@@ -29,10 +29,8 @@ LIMIT: Final = 4 << 20
 def regular(path: Path) -> None:
     """Refuse what is no plain file: a pipe would never end, a link counts one file twice. Raises
     Unreadable: it is a pipe, a device, a link or a folder, or it does not exist."""
-    try:
+    with saying(path, "Restore the file.", Unreadable):
         plain = stat.S_ISREG(path.lstat().st_mode)
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}", remedy="Restore the file.") from error
     if not plain:
         raise Unreadable(f"{path}: not a regular file", remedy="Replace it by the file itself.")
 
@@ -41,11 +39,8 @@ def small(path: Path, most: int = LIMIT) -> bytes:
     """The bytes of a file that is never large. Raises Unreadable: it is no regular file, cannot be
     read, or is larger than `most`."""
     regular(path)
-    try:
-        with path.open("rb") as stream:
-            found = stream.read(most + 1)
-    except OSError as error:
-        raise Unreadable(f"{path}: {error.strerror}", remedy="Restore the file.") from error
+    with saying(path, "Restore the file.", Unreadable), path.open("rb") as stream:
+        found = stream.read(most + 1)
     if len(found) > most:
         raise Unreadable(f"{path}: larger than {most} bytes", remedy="No run writes such a file.")
     return found

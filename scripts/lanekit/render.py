@@ -2,6 +2,7 @@
 a line of a log, so that its own output can never be taken for evidence."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TextIO
 from xml.etree import ElementTree
@@ -108,48 +109,37 @@ def _paint(word: str, colour: bool, width: int = 0) -> str:
     return f"\x1b[{_COLOURS[word]}m{padded}\x1b[0m" if colour and word in _COLOURS else padded
 
 
-_MICRO: Final = (
-    ("cell", "cell", "s"),
-    ("op", "op", "s"),
-    ("mode", "mode", "s"),
-    ("dtype", "dtype", "s"),
-    ("tokens", "tokens", "d"),
-    ("bytes", "bytes", "d"),
-    ("p50", "p50_us", ".1f"),
-    ("min", "min_us", ".1f"),
-    ("max", "max_us", ".1f"),
-    ("spread", "spread", ".1%"),
-    ("GB/s", "gbs", ".1f"),
+def _columns(told: str) -> Columns:
+    """`title=attribute:format` of each column, where the title is not the attribute's name."""
+    found = (re.fullmatch(r"(.+?)(?:=(\w+))?(?::(.+))?", each) for each in told.split(", "))
+    return tuple((each[1], each[2] or each[1], each[3] or "s") for each in found if each)
+
+
+_MICRO: Final = _columns(
+    "cell, op, mode, dtype, tokens:d, bytes:d, p50=p50_us:.1f, min=min_us:.1f, max=max_us:.1f, "
+    "spread:.1%, GB/s=gbs:.1f"
 )
-_STEPS: Final = (
-    ("cell", "cell", "s"),
-    ("role", "role", "s"),
-    ("dispatcher", "dispatcher", "s"),
-    ("step", "step", "d"),
-    ("loss", "loss", ".4f"),
-    ("grad-norm", "grad_norm", ".4f"),
-    ("ms", "ms", ".1f"),
+_STEPS: Final = _columns(
+    "cell, role, dispatcher, step:d, loss:.4f, grad-norm=grad_norm:.4f, ms:.1f"
 )
-_COLUMNS: Final = (
-    ("cell", "name", "s"),
-    ("tok/s", "tok_s", ".1f"),
-    ("tok/s/user", "tok_s_user", ".2f"),
-    ("TTFT p50", "ttft_p50_ms", ".1f"),
-    ("p99 ms", "ttft_p99_ms", ".1f"),
-    ("ITL p50", "itl_p50_ms", ".2f"),
-    ("p99 ms", "itl_p99_ms", ".2f"),
-    ("requests", "requests", "d"),
-    ("errors", "errors", "d"),
-    ("from", "source", "s"),
+_COLUMNS: Final = _columns(
+    "cell=name, tok/s=tok_s:.1f, tok/s/user=tok_s_user:.2f, TTFT p50=ttft_p50_ms:.1f, "
+    "p99 ms=ttft_p99_ms:.1f, ITL p50=itl_p50_ms:.2f, p99 ms=itl_p99_ms:.2f, requests:d, errors:d, "
+    "from=source"
 )
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Rows of words as lines in which the columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    place = str.rjust if right else str.ljust
+    return ["  ".join(map(place, row, widths)).rstrip() for row in rows]
 
 
 def _grid(columns: Columns, found: Sequence[CellRow | MicroRow | StepRow]) -> Iterator[str]:
     rows = [[title for title, _, _ in columns]]
     rows += [[_cell(getattr(each, key), form) for _, key, form in columns] for each in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True))
+    yield from (f"  {line}" for line in aligned(rows, right=True))
 
 
 def _cell(value: Any, form: str) -> str:

@@ -13,7 +13,18 @@ from typing import Final
 
 import msgspec
 
-from lanekit import compare, hosts, lanes, machine, plan, planning, published, registry, spec
+from lanekit import (
+    compare,
+    hosts,
+    lanes,
+    machine,
+    plan,
+    planning,
+    published,
+    registry,
+    render,
+    spec,
+)
 from lanekit import drop as drops
 from lanekit.errors import ConfigError, LaneError, Unreadable
 from lanekit.machine import Machine
@@ -236,7 +247,7 @@ def _shown(known: Published, name: Name, folder: Path) -> int:
     lines += _beside_published(known, found) if found else [f"no published figure of {name}"]
     if found:
         rows = differs(found[0], manifest, folder)
-        lines += _grid([("what differs", "published", "here"), *rows])
+        lines += render.aligned([("what differs", "published", "here"), *rows])
     lines += _beside_own(known, name, verdict, folder)
     print("\n".join([*lines, _outcome(known, name, verdict, found)]))
     if verdict.result != "proven":
@@ -293,7 +304,7 @@ def _beside_published(known: Published, found: Sequence[compare.Line]) -> list[s
                 f"{backing(line.figure.row)}; {run.profile}, {run.date}",
             )
         )
-    return _grid(rows)
+    return render.aligned(rows)
 
 
 def _bar(known: Published, line: compare.Line) -> str:
@@ -331,7 +342,7 @@ def _own_rows(known: Published, cell: str, verdict: Verdict, before: Verdict) ->
         share = f"{compare.change(now[metric], then[metric]):+.1%}" if metric in now else "-"
         measured = f"{now[metric]:.1f}" if metric in now else "-"
         rows.append((f"{told.title}, {told.unit}", measured, f"{then[metric]:.1f}", share))
-    return _grid(rows)
+    return render.aligned(rows)
 
 
 def _outcome(known: Published, name: Name, verdict: Verdict, found: Sequence[compare.Line]) -> str:
@@ -409,11 +420,3 @@ def _here(manifest: Manifest, folder: Path) -> dict[str, str]:
         "gdrdrv": host.gdrdrv or "none",
         "aiperf": pins.get("aiperf", "none"),
     }
-
-
-def _grid(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(word.ljust(w) for word, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -9,7 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from lanekit import paths, toml
-from lanekit.errors import ConfigError
+from lanekit.errors import ConfigError, require_known
 
 
 class Fabric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +199,7 @@ def profile(name: str) -> Profile:
     """The fleet `lanes/profiles/NAME.toml`. Raises ConfigError: no such profile (the known ones are
     listed) or a bad file."""
     known = profile_names()
-    _require(name, known, what="profile", option="PROFILE")
+    require_known(name, known, "profile", option="PROFILE")
     found = toml.load(paths.PROFILES / f"{name}.toml", Profile)
     if found.ranks != found.hosts * max(found.gpus, 1):
         raise ConfigError(
@@ -217,7 +217,7 @@ def profile_names() -> list[str]:
 def lane(name: str) -> Lane:
     """The lane `lanes/NAME/lane.toml`. Raises ConfigError: no such lane (the known ones are listed)
     or a bad file."""
-    _require(name, lane_names(), what="lane", option="LANE")
+    require_known(name, lane_names(), "lane", option="LANE")
     return checked(toml.load(paths.LANES / name / "lane.toml", Lane))
 
 
@@ -232,7 +232,7 @@ def settled(found: Lane) -> Lane:
     plain = {name: each for name, each in found.profiles.items() if not each.like}
     for name, own in found.profiles.items():
         if own.like:
-            _require(own.like, plain, what="setting", option=f"lane {found.name}, {name}, like")
+            require_known(own.like, plain, "setting", option=f"lane {found.name}, {name}, like")
     whole = {name: _over(plain.get(own.like), own) for name, own in found.profiles.items()}
     return msgspec.structs.replace(found, profiles=whole)
 
@@ -274,10 +274,10 @@ def checked(found: Lane) -> Lane:
                 remedy="Give deadline_s or warm_s in seconds, above 0.",
             )
     for where, setting in found.profiles.items():
-        _require(where, profile_names(), what="profile", option=f"lane {found.name}, profiles")
-        _require(setting.arm, found.arms, what="arm", option=f"lane {found.name}, {where}")
+        require_known(where, profile_names(), "profile", option=f"lane {found.name}, profiles")
+        require_known(setting.arm, found.arms, "arm", option=f"lane {found.name}, {where}")
         for port in setting.backends:
-            _require(port, found.ports, what="port", option=f"lane {found.name}, backends")
+            require_known(port, found.ports, "port", option=f"lane {found.name}, backends")
     for arm in found.arms.values():
         _check_arm(found, arm)
     return found
@@ -296,14 +296,14 @@ def _check_arm(found: Lane, arm: Arm) -> None:
     """Refuse an arm that names another arm, a cell or a profile that is not there."""
     where = f"lane {found.name}"
     if arm.reference:
-        _require(arm.reference, found.arms, what="arm", option=f"{where}, reference")
+        require_known(arm.reference, found.arms, "arm", option=f"{where}, reference")
         _require_fit(where, arm, found.arms[arm.reference])
     for cell in (*arm.cells, *found.workload.sweep):
-        _require(cell, found.workload.cells, what="cell", option=f"{where}, cells")
+        require_known(cell, found.workload.cells, "cell", option=f"{where}, cells")
     for profile in arm.contracts:
-        _require(profile, found.profiles, what="profile", option=f"{where}, contracts")
+        require_known(profile, found.profiles, "profile", option=f"{where}, contracts")
     for profile in arm.known_failing.profiles if arm.known_failing else ():
-        _require(profile, arm.contracts, what="profile", option=f"{where}, known_failing")
+        require_known(profile, arm.contracts, "profile", option=f"{where}, known_failing")
 
 
 def _require_fit(where: str, arm: Arm, reference: Arm) -> None:
@@ -320,7 +320,7 @@ def _require_fit(where: str, arm: Arm, reference: Arm) -> None:
 def arm(found: Lane, name: str, where: str) -> Arm:
     """The arm `name` of a lane on profile `where`. Raises ConfigError: no such arm, or it does not
     fit the profile."""
-    _require(name, found.arms, what="arm", option="ARM")
+    require_known(name, found.arms, "arm", option="ARM")
     chosen = found.arms[name]
     if where not in chosen.contracts:
         fits = ", ".join(sorted(chosen.contracts))
@@ -344,15 +344,6 @@ def cells(found: Lane, arm: str, names: Iterable[str] = ()) -> dict[str, Cell]:
     else the lane's, else all of them. Raises ConfigError: no cell of that name."""
     wanted = list(names)
     for name in wanted:
-        _require(name, found.workload.cells, what="cell", option="CELLS")
+        require_known(name, found.workload.cells, "cell", option="CELLS")
     wanted = wanted or list(found.arms[arm].cells or found.workload.sweep)
     return {n: c for n, c in found.workload.cells.items() if not wanted or n in wanted}
-
-
-def _require(name: str, known: Iterable[str], *, what: str, option: str) -> None:
-    names = list(known)
-    if name not in names:
-        raise ConfigError(
-            f"{option}: no {what} named '{name}'",
-            remedy=f"Known {what}s: {', '.join(names) or 'none'}.",
-        )

@@ -16,6 +16,7 @@ from test_run import Lane, lane  # noqa: F401  (a fixture)
 
 from lanekit import answers, contract, machine, planning, redact, report, verify
 from lanekit.drop import read as read_manifest
+from lanekit.drop import sha256
 from lanekit.errors import ConfigError
 from lanekit.manifest import SCHEMA
 from lanekit.verdict import Check, Verdict
@@ -245,14 +246,14 @@ def header(path: Path, name: str = answers.NAME, **change: Any) -> None:
 
 def planned(bare: machine.Machine, results: Path, **options: str) -> object:
     given = msgspec.structs.replace(
-        H200, results=str(results), model="built:m", cells=("c4",), env=(), **options
+        H200, results=str(results), model="built:tiny-qwen3-moe", cells=("c4",), env=(), **options
     )
     return planning.make(given, bare).gate
 
 
 def as_reference(results: Path, name: str) -> Path:
     """A complete drop of the reference arm, as far as a plan looks at it."""
-    drops.asked(results / name, "vllm", "dense-graph", "h200x2", "built:m")
+    drops.asked(results / name, "vllm", "dense-graph", "h200x2", "built:tiny-qwen3-moe")
     row = {"lane": "vllm", "arm": "dense-graph", "profile": "h200x2", "cells": []}
     manifest = {"row": row, "stack": "2026-07", "state": "complete", "started": "2026-11-30"}
     empty = {"plan": {}, "git": {}, "environment": {}, "schema": SCHEMA}
@@ -272,7 +273,7 @@ def test_the_plan_names_the_newest_reference_that_fits(
     gate = planned(bare, tmp_path)
     assert gate.reference == "dense-graph"  # type: ignore[attr-defined]
     assert gate.drop == str(want)  # type: ignore[attr-defined]
-    assert gate.sha256 == planning.sha256(want / answers.NAME)  # type: ignore[attr-defined]
+    assert gate.sha256 == sha256(want / answers.NAME)  # type: ignore[attr-defined]
 
 
 def test_a_given_reference_wins_and_must_fit(bare: machine.Machine, tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def test_a_given_reference_wins_and_must_fit(bare: machine.Machine, tmp_path: Pa
     gate = planned(bare, tmp_path, coherence_from=str(given))
     assert (gate.reference, gate.drop) == ("dense", str(given))  # type: ignore[attr-defined]
     header(given, model="built:other")
-    with pytest.raises(ConfigError, match="its model is built:other, not built:m"):
+    with pytest.raises(ConfigError, match="its model is built:other, not built:tiny-qwen3-moe"):
         planned(bare, tmp_path, coherence_from=str(given))
     with pytest.raises(ConfigError, match="COHERENCE_FROM"):
         planned(bare, tmp_path, coherence_from=str(tmp_path))

