@@ -88,7 +88,7 @@ $(STAMP): locks/lanekit.txt pyproject.toml
 	  2>/dev/null || [ $$? = 7 ] || { echo "error: $(PYTHON) is no Python 3.11, 3.12 or 3.13 with venv" >&2; \
 	  echo "  Install one (Debian: python3-venv), or name one with PYTHON=." >&2; exit 2; }
 	@echo "setup: $(VENV) from locks/lanekit.txt"
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV)  # over one of another Python it dies in ensurepip
 	@$(INSTALL) --require-hashes -r locks/lanekit.txt
 	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
