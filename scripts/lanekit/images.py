@@ -346,7 +346,7 @@ def asked(names: Iterable[str]) -> list[str]:
 
 def plan(names: list[str], stack: str, given: Roots) -> Definition:
     """Bake's own view of what would be built, complete. Raises ConfigError: an unknown image."""
-    _require(names)
+    require(names)
     with contextlib.chdir(paths.ROOT):  # the graph's contexts are relative
         made: Definition = docker().buildx.bake(  # type: ignore[assignment]
             asked(names),
@@ -367,7 +367,7 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     """
     from python_on_whales import DockerException  # noqa: PLC0415
 
-    _require(names)
+    require(names)
     require_given(names, stack, given, pins.load())
     client, metadata = docker(), STAGE / "metadata.json"
     files: list[str | Path] = [GRAPH, write(definition(stack, given), stack)]
@@ -396,7 +396,12 @@ def build(names: list[str], stack: str, given: Roots) -> dict[str, str]:
     }
 
 
-def _require(names: Iterable[str]) -> None:
+def require(names: Iterable[str]) -> None:
+    """Refuse what is no image of the graph.
+
+    Raises:
+        ConfigError: with the names that are.
+    """
     for name in names:
         require_known(name, targets(), "image")
 

@@ -316,9 +316,21 @@ def test_an_image_whose_lock_a_stack_lacks_is_not_begun() -> None:
     assert images.stacks("megatron", pins.load()) == ["2026-07", "current"]
 
 
-def test_all_images_of_an_unknown_stack_are_not_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["image", "build", "--all", "--exact", "--stack", "nope"]) == 2
-    assert "no stack named 'nope'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["build", "--all", "--exact", "--stack", "nope"], "no stack named 'nope'"),
+        (["pull", "vllm", "--stack", "nope"], "no stack named 'nope'"),
+        (["pull", "vlm"], "no image named 'vlm'"),  # not: nobody published it yet
+        (["push", "vlm"], "no image named 'vlm'"),
+        (["table", "vlm"], "no image named 'vlm'"),
+    ],
+)
+def test_what_is_no_image_and_no_stack_is_refused_before_anything_else(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert cli.main(["image", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_every_wheel_that_can_be_given_is_a_source_of_some_recipe() -> None:
