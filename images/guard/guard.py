@@ -45,6 +45,8 @@ ENTRY = re.compile(rb"nccl(?:Net|Gin)Plugin_v\d+")
 READERS = Path(__file__).with_name("readers.toml")
 STUB = Path("/usr/local/cuda/lib64/stubs/libcuda.so")  # the toolkit's, for links without a driver
 SKIPPED = {"proc", "sys", "dev", "run", "tmp", "tools", "locks", "src"}
+# What both series for V1 over EFA change, ours and AWS's.
+IBGDA = b"os.environ['NVSHMEM_IB_ENABLE_IBGDA'] = '1'"
 # What base images say about themselves, and a build step's own arguments: read by nobody.
 ABOUT_ITSELF = re.compile(r"\w+_(VERSION|SHA256|PROJECT|LOCK|URL|COMMIT|DIGEST|READS)")
 
@@ -344,14 +346,28 @@ def check_series(image: Image, paths: list[Path]) -> Iterator[Finding]:
 
     The published recipe's step printed a warning, changed nothing and ended with 0.
     """
-    if not image.expect.get("reads"):
-        return
-    mine = [path for path in paths if "deep_ep" in path.parts and path.suffix != ".pyc"]
-    for name in image.expect["reads"].split("+"):
-        if not any(holds(path, name.encode()) for path in mine if path.is_file()):
+    mine = [p for p in paths if "deep_ep" in p.parts and p.suffix != ".pyc" and p.is_file()]
+    for name in filter(None, image.expect.get("reads", "").split("+")):
+        if not any(holds(path, name.encode()) for path in mine):
             yield Finding(
                 "series", f"no file of deep_ep reads {name}", "The wheel was built unpatched."
             )
+    if image.expect.get("buffer") != "Buffer":
+        return
+    code = [path.read_bytes() for path in mine if path.suffix == ".py"]
+    if any(IBGDA in each for each in code):
+        yield Finding(
+            "series",
+            "deep_ep sets NVSHMEM_IB_ENABLE_IBGDA=1 whatever it runs on: it is stock V1",
+            "Give a wheel of series deepep/567632dd: stock V1 cannot use libfabric.",
+        )
+    built = any(holds(path, b"nvshmem_api") for path in extensions(image, paths))
+    if any(b"nvshmem_api" in each for each in code) and not built:
+        yield Finding(
+            "series",
+            "deep_ep was built without EP_NVSHMEM_API=1: its kernels still post through IBGDA",
+            "Set it while the wheel is built.",
+        )
 
 
 def check_plugin(image: Image, paths: list[Path]) -> Iterator[Finding]:

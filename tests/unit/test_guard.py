@@ -233,6 +233,28 @@ def test_a_stripped_v1_extension_is_no_proof_of_one_nvshmem(
     assert judged(root, {**EXPECT, "buffer": buffer}) == rules
 
 
+@pytest.mark.parametrize(
+    ("code", "extension", "said"),
+    [
+        ("os.environ['NVSHMEM_IB_ENABLE_IBGDA'] = '1'\n", "", "it is stock V1"),
+        ("api = getattr(deep_ep_cpp, 'nvshmem_api', False)\n", "", "without EP_NVSHMEM_API=1"),
+        ("api = getattr(deep_ep_cpp, 'nvshmem_api', False)\n", "nvshmem_api", ""),
+        ("NVSHMEM_IB_ENABLE_IBGDA is not set\n", "", ""),  # AWS's series takes the line out
+    ],
+)
+def test_a_v1_that_needs_ibgda_is_refused_for_a_fabric_without_it(
+    clean: Path, tmp_path: Path, code: str, extension: str, said: str
+) -> None:
+    root = tmp_path / "image"
+    shutil.copytree(clean, root, symlinks=True)
+    (root / SITE / "deep_ep/buffer.py").write_text(code)
+    source = f'{linked(3, 6, 5)} const char name[] = "{extension}";'
+    library(root / SITE / "deep_ep_cpp.cpython-312-x86_64-linux-gnu.so", source)
+    image = guard.Image(root, {**EXPECT, "buffer": "Buffer"}, ENV)
+    found = [finding.what for finding in guard.findings(image)]
+    assert [said in what for what in found] == ([True] if said else [])
+
+
 def test_an_extension_that_has_the_driver_loaded_may_call_it(clean: Path, tmp_path: Path) -> None:
     root = tmp_path / "image"
     shutil.copytree(clean, root, symlinks=True)
