@@ -42,52 +42,6 @@ WAIVERS: Final = "waivers.toml"
 # The only files of our drop that its manifest cannot name. A waiver may be written later: it is
 # always shown.
 UNLISTED: Final = (MANIFEST, drops.VERDICT, WAIVERS)
-# Of every loaded server, whatever its contract: a client that retries reports no error.
-ERRORS: Final = contract.Bound(
-    "server-errors",
-    "required",
-    contract.Rule(
-        why="the server answered no request with an error of its own",
-        literal='HTTP/1.1" 5',
-        pattern=r'"POST /\S+ HTTP/1\.1" 5\d\d',
-        needs="none",
-        source="uvicorn access log",
-        versions=("uvicorn, as vLLM 0.24.0 runs it",),
-        remedy="Read the server's log before its first such answer.",
-    ),
-)
-# What no process survives: of any run of ours, whatever else its log proves. Other tracebacks of an
-# engine decide nothing: told to stop, vLLM 0.24.0 prints EngineDeadError (2026-11-30).
-LOST: Final = contract.Bound(
-    "gpu-lost",
-    "required",
-    contract.Rule(
-        why="no process lost its GPU",
-        literal="CUDA error: ",
-        pattern="CUDA error: (?:an illegal |illegal |misaligned |device-side assert|"
-        "unspecified launch|uncorrectable |the launch timed out)",
-        needs="none",
-        source="the CUDA runtime's cudaGetErrorString, as torch prints it",
-        versions=("torch 2.11.0",),
-        remedy="make triage names the first process that died, and why.",
-    ),
-)
-# What vLLM says of its own speed, over 10 s at a time: held beside AIPerf's records. The lookbehind
-# is vLLM's stamp, which stands before a line's own text.
-RATE: Final = contract.Bound(
-    "server-rate",
-    "required",
-    contract.Rule(
-        why="the server's own count of tokens bears out the load points",
-        literal="Avg generation throughput: ",
-        pattern=r"(?<=(?P<at>\d\d-\d\d \d\d:\d\d:\d\d) \[loggers\.py:\d{3}\] )"
-        r"Engine (?P<engine>\d+): [^,]{1,60}, Avg generation throughput: (?P<rate>\d+\.\d) tok",
-        needs="any",
-        source="vllm/v1/metrics/loggers.py:273",
-        versions=("vLLM 0.24.0",),
-        remedy="Keep the server's log and AIPerf's records of one run, and edit neither.",
-    ),
-)
 # Answers to readiness: one an engine, and some that came after nobody waited for them any more. The
 # smallest cell of a lane has 40 requests.
 READY: Final = 16
@@ -593,12 +547,13 @@ def judged(
     _fits(found, facts.profile)
     served = facts.requests is not None and not facts.batch
     rules = contract.bound(found, served=served, batch=facts.batch)
-    rules = judge.applying((*rules, *(ERRORS,) * served, *(LOST,) * subject.ours), facts)
+    errors, lost, rate = contract.always()
+    rules = judge.applying((*rules, *(errors,) * served, *(lost,) * subject.ours), facts)
     serve = _serve_logs(subject)
-    evidence = logs.read(serve, (*rules, RATE), facts.profile.ranks)
+    evidence = logs.read(serve, (*rules, rate), facts.profile.ranks)
     checks = [*checks, *judge.transport(rules, evidence, facts)]
     due = any(bound.id == "vllm-options" for bound in rules)
-    checks += _rate(loads, evidence, facts, due=due)
+    checks += _rate(rate, loads, evidence, facts, due=due)
     checks += [loading.same_run(loads, evidence.ends, run)] if loads and serve else []
     checks += [judge.hook_clock(evidence, run.window)] if run and evidence.armed else []
     checks = _excused(subject, [_short(check) for check in checks])
@@ -624,10 +579,12 @@ def judged(
     )
 
 
-def _rate(loads: Sequence[Load], evidence: judge.Logs, facts: Facts, *, due: bool) -> list[Check]:
+def _rate(
+    rate: contract.Bound, loads: Sequence[Load], evidence: judge.Logs, facts: Facts, *, due: bool
+) -> list[Check]:
     """The check of the server's own rate, where one server alone said any. due: it is one that
     does, so that of a long load point its rates may not be absent."""
-    said = [(x, dict(x.evidence.values)) for x in evidence.lines.get(RATE.id, ())]
+    said = [(x, dict(x.evidence.values)) for x in evidence.lines.get(rate.id, ())]
     every = _every(facts)
     due = due and loading.lasting(loads, every)
     if not loads or facts.apart or not (said or due):
@@ -642,17 +599,17 @@ def _rate(loads: Sequence[Load], evidence: judge.Logs, facts: Facts, *, due: boo
         actual = "of a load point that was long the server's rates are absent"
     return [
         Check(
-            id=RATE.id,
+            id=rate.id,
             group="load",
             severity="noted" if outcome == "unchecked" and not due else "required",
             outcome=outcome,
-            why=RATE.rule.why,
+            why=rate.rule.why,
             expected=f"within {loading.RATE_TOLERANCE:.0%} of the records, over 40 s and more",
             actual=actual,
             first=said[0][0].first if said else None,
             last=said[-1][0].last if said else None,
-            remedy="" if outcome == "met" else RATE.rule.remedy,
-            source=RATE.rule.source,
+            remedy="" if outcome == "met" else rate.rule.remedy,
+            source=rate.rule.source,
         )
     ]
 

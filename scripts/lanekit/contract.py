@@ -1,6 +1,7 @@
 """Contracts: what the logs of a lane must show, held as data. Nothing here is ever evaluated.
 
-`lanes/contracts/rules.toml` holds every rule once; a contract names the ones it needs.
+`lanes/contracts/rules.toml` holds every rule once; a contract names the ones it needs, and those of
+`lanes/contracts/always.toml` need none.
 `lanes/contracts/foreign.toml` says which contract judges a drop that carries no manifest,
 `lanes/contracts/older.toml` which of our own drops are older than a check.
 """
@@ -22,7 +23,8 @@ RULES: Final = "rules"
 FOREIGN: Final = "foreign"
 COHERENCE: Final = "coherence"
 OLDER: Final = "older"
-NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE, OLDER)
+ALWAYS: Final = "always"
+NO_CONTRACTS: Final = (RULES, FOREIGN, COHERENCE, OLDER, ALWAYS)
 
 # How often a rule's line must stand in the logs:
 #   ranks     one for each (host, local rank) of the profile, no more and no fewer
@@ -150,10 +152,15 @@ class _ForeignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drop: tuple[Foreign, ...]
 
 
-def rules(folder: Path = paths.CONTRACTS) -> dict[str, Rule]:
+def always() -> tuple[Bound, ...]:
+    """What is asked without a contract: server-errors, gpu-lost and server-rate, all required."""
+    return tuple(Bound(name, "required", rule) for name, rule in rules(name=ALWAYS).items())
+
+
+def rules(folder: Path = paths.CONTRACTS, name: str = RULES) -> dict[str, Rule]:
     """Every rule by id, in the order of the file. Raises ConfigError: the file is missing or a rule
     does not fit its schema."""
-    path = folder / f"{RULES}.toml"
+    path = folder / f"{name}.toml"
     with saying(path, "Restore it."):
         return _parsed(path.read_bytes(), str(path))
 

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import requests
 
-from lanekit import paths
+from lanekit import paths, toml
 from lanekit.errors import EnvironmentFailed, saying
 
 Say = Callable[[str], None]
@@ -400,55 +401,19 @@ class _Uv:
             raise failure(self.name, "\n".join(lines))
 
 
-# What uv 0.13 says -> what to do about it; the first that matches counts.
-REMEDIES: Final = (
-    (r"No module named uv", "Run `make setup`: uv is one of lanekit's own dependencies."),
-    (
-        r"No space left on device|os error 28|os error 122",
-        "Free some space: about 7 GiB for a server with the plain torch, 2 GiB with the CPU build, "
-        "1 GiB for AIPerf. UV_CACHE_DIR= moves uv's cache.",
-    ),
-    (
-        r"[Hh]ash mismatch|do not match",
-        "The index serves another file than the lock was made from. Do not install it; try again "
-        "with `uv cache clean`, then ask whoever runs the index.",
-    ),
-    (
-        r"No interpreter found|No download found|not a valid Python|Python .* not found|"
-        r"invalid Python|managed Python",
-        "Install Python 3.11, 3.12 or 3.13 with its venv module, and run `make setup` with it.",
-    ),
-    (
-        r"invalid peer certificate|UnknownIssuer|certificate",
-        "The index is behind a proxy with its own CA: set SSL_CERT_FILE= (or PIP_CERT=) to the CA "
-        "bundle.",
-    ),
-    (
-        r"does not satisfy|"
-        r"has no wheels with a matching|no compatible wheels|Python (ABI|implementation) tag|"
-        r"platform tag|requires Python|has no usable wheels",
-        "The lock holds no wheel for this Python or machine: use Python 3.11, 3.12 or 3.13 on "
-        "x86_64 or aarch64 Linux with glibc 2.34 or newer.",
-    ),
-    (
-        r"error sending request|[Ff]ailed to fetch|dns error|tcp connect error|timed out|"
-        r"Connection refused|client error|Network connectivity",
-        "The package index is not reachable: check the network and HTTPS_PROXY=, or name a mirror "
-        "with UV_DEFAULT_INDEX= or PIP_INDEX_URL=.",
-    ),
-    (
-        r"not found in the (package registry|provided package locations)|there is no version of|"
-        r"was not found",
-        "The index lacks a locked version: a mirror may be behind. Name another with "
-        "UV_DEFAULT_INDEX= or PIP_INDEX_URL=.",
-    ),
-    (r"Permission denied|os error 13|Read-only file system", "Make the folder writable."),
-)
+class _Remedy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    said: str
+    do: str
+
+
+class _Remedies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    remedy: tuple[_Remedy, ...]
 
 
 def failure(name: str, output: str) -> EnvironmentFailed:
     """The error for what uv said, with the remedy that fits."""
-    remedy = next((text for pattern, text in REMEDIES if re.search(pattern, output)), "")
+    known = toml.load(Path(__file__).parent / "resources" / "uv.toml", _Remedies).remedy
+    remedy = next((each.do for each in known if re.search(each.said, output)), "")
     lines = output.splitlines()
     told = [line for line in lines if re.match(r"\s*(error|cause|Caused by|×)", line)]
     message = " ".join(line.strip(" ×") for line in told or lines[-3:])

@@ -246,37 +246,26 @@ def make(options: Options, here: machine.Machine) -> Plan:
         arm=chosen.arm,
         profile=profile.name,
         profile_why=chosen.why,
-        stack=chosen.stack,
         launcher=chosen.launcher,
         engine=lane.engine,
         driver=lane.workload.driver,
         hosts=chosen.hosts,
         hosts_why=chosen.hosts_why,
         ranks=profile.ranks,
-        comparable=profile.comparable,
         contract=chosen.contract,
         contract_sha256=contract.digest(chosen.contract),
         model=chosen.model,
-        url=chosen.url,
-        port=chosen.ports[SERVER],
         ports=chosen.ports,
-        ready_s=lane.ready_s,
         environments=chosen.environments,
-        services=_services(chosen),
         cells=_cells(chosen, spec.cells(lane, chosen.arm, options.cells)),
-        patches=_series(lane, chosen.arm, profile.name, chosen.extra_env),
         pins=_image_pins(chosen) if chosen.containers else _pins(chosen.environments, options),
         inherited=INHERITED,
         drop=str(chosen.drop),
         torch_index=options.torch_index,
         containers=chosen.containers,
-        prefill=lane.arms[chosen.arm].prefill,
         gate=None if batch else _gate(options, chosen),
         extra_env=chosen.extra_env,
-        lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
-        files=chosen.files,
-        backends=chosen.urls,
-        warm=_warm(chosen),
+        **_following(chosen),
     )
     _require_runnable(made)
     if lane.arms[chosen.arm].ipv4:
@@ -308,21 +297,29 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
     return msgspec.structs.replace(
         plan,
         schema=SCHEMA,
-        stack=chosen.stack,
-        comparable=chosen.profile.comparable,
         model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
-        url=chosen.url,
-        port=plan.ports[SERVER],
-        ready_s=lane.ready_s,
-        services=_services(chosen),
         cells=_cells(chosen, spec.cells(lane, plan.arm, plan.cells)) if plan.cells else {},
-        patches=_series(lane, plan.arm, plan.profile, plan.extra_env),
-        prefill=lane.arms[plan.arm].prefill,
-        lane_sha256=digest(lane, chosen.arm, chosen.profile.name),
-        files=chosen.files,
-        backends=chosen.urls,
-        warm=_warm(chosen),
+        **_following(chosen),
     )
+
+
+def _following(chosen: Choice) -> dict[str, Any]:
+    """The fields of a plan that follow from lane file, profile and what was chosen, alone."""
+    lane, arm, profile = chosen.lane, chosen.arm, chosen.profile
+    return {
+        "stack": chosen.stack,
+        "comparable": profile.comparable,
+        "url": chosen.url,
+        "port": chosen.ports[SERVER],
+        "ready_s": lane.ready_s,
+        "services": _services(chosen),
+        "patches": _series(lane, arm, profile.name, chosen.extra_env),
+        "prefill": lane.arms[arm].prefill,
+        "lane_sha256": digest(lane, arm, profile.name),
+        "files": chosen.files,
+        "backends": chosen.urls,
+        "warm": _warm(chosen),
+    }
 
 
 def warnings(plan: Plan) -> list[str]:
