@@ -6,7 +6,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -122,17 +122,13 @@ def read(path: Path) -> Answers:
     writes."""
     text = reading.small(path)
     try:
-        first, *rest = _lines(text)
+        decode = msgspec.json.Decoder(Header | Answer).decode
+        first, *rest = (decode(line) for line in text.splitlines() if line.strip())
     except (ValueError, RecursionError) as error:  # msgspec's and Unicode's are ValueErrors
         raise Unreadable(f"{path}: {error}", remedy="Restore the file.") from error
     if not isinstance(first, Header) or any(isinstance(each, Header) for each in rest):
         raise Unreadable(f"{path}: not one header and its answers", remedy="Restore the file.")
     return Answers(first, tuple(each for each in rest if isinstance(each, Answer)))
-
-
-def _lines(text: bytes) -> Iterator[Header | Answer]:
-    decode = msgspec.json.Decoder(Header | Answer).decode
-    return (decode(line) for line in text.splitlines() if line.strip())
 
 
 def parse(prompt: str, batch: int, reply: Any) -> Answer:

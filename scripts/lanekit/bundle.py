@@ -91,15 +91,10 @@ def plan_environments(
         locks["aiperf"] = "aiperf"
     has = read_present(present.read_text() if present else "")
     planned = {name: _environment(paths.LOCKS / f"{lock}.txt", has) for name, lock in locks.items()}
-    needed = spec.profile(profile).gpus > 0 and any(
-        map(contract.builds, _contracts(found, profile))
-    )
+    asked = [arm.contracts[profile] for arm in found.arms.values() if profile in arm.contracts]
+    needed = spec.profile(profile).gpus > 0 and any(map(contract.builds, asked))
     planned["server"] = _with_deep_ep(planned["server"], deepep_wheel, has, needed=needed)
     return planned
-
-
-def _contracts(lane: spec.Lane, profile: str) -> list[str]:
-    return [arm.contracts[profile] for arm in lane.arms.values() if profile in arm.contracts]
 
 
 def _with_deep_ep(

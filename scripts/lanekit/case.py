@@ -111,13 +111,16 @@ def ours(drop: Path, files: Sequence[Path], given: Mapping[str, str | None]) -> 
     if row.driver(known, plan) == "batch":
         return _batch(subject, manifest, checks)
     loads, unplanned = _planned(subject, plan)
+    windows = (x.cell.records.window for x in loads if x.cell and x.cell.records)
+    gated = reading.dig(plan, "gate", "questions")  # they stand in the server's log, too
+    asked = len(answers.questions().ask.places()) if gated else 0
     facts = Facts(
         profile=profile,
-        requests=_total(loads, asked=_asked(plan)),
+        requests=_total(loads, asked=asked),
         engine_version=row.version(plan),
         served_name=reading.text(reading.dig(plan, "model", "served_name")),
         versions=_versions(plan),
-        loaded=min((w[0] for x in loads if (w := _window(x))), default=None),
+        loaded=min((window[0] for window in windows if window), default=None),
         apart=bool(plan.get("backends")),
         options=row.options(plan),
         started=row.started(manifest),
@@ -179,11 +182,6 @@ def _untrue(plan: GatePlan, path: Path, *, there: bool) -> str:
     if there and drops.sha256(path) == plan.sha256:
         return ""
     return "the reference is not the file that was planned"
-
-
-def _asked(plan: Mapping[str, Any]) -> int:
-    """Requests of the gate: they stand in the server's log beside AIPerf's."""
-    return len(answers.questions().ask.places()) if reading.dig(plan, "gate", "questions") else 0
 
 
 def _beyond(plan: Mapping[str, Any]) -> int:
@@ -387,7 +385,8 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
     root = subject.root / "aiperf"
     folders: dict[str, Path] = {}
     for found in records.find(subject.root):
-        name = _cell_name(root, found)
+        inside = found.is_relative_to(root) and found != root
+        name = found.relative_to(root).parts[0] if inside else str(found)
         if name in folders:
             raise Unreadable(
                 f"{subject.root}: cell {name} has more than one export: "
@@ -414,11 +413,6 @@ def _planned(subject: Subject, plan: Mapping[str, Any]) -> tuple[list[Load], lis
             )
         )
     return loads, sorted(folders)
-
-
-def _cell_name(root: Path, folder: Path) -> str:
-    inside = folder.is_relative_to(root) and folder != root
-    return folder.relative_to(root).parts[0] if inside else str(folder)
 
 
 def _hosts(drop: Path, files: Sequence[Path]) -> dict[str, Any]:
@@ -527,11 +521,6 @@ def _own_loads(drop: Path) -> list[Load]:
             model=cell.model,
         )
     return sorted(loads.values(), key=lambda x: (x.concurrency or 0, x.name))
-
-
-def _window(load: Load) -> tuple[float, float] | None:
-    """When the first request of a load point was sent and its last answered, by its records."""
-    return load.cell.records.window if load.cell and load.cell.records else None
 
 
 def judged(

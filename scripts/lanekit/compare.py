@@ -104,13 +104,9 @@ def _line(known: Published, figure: Figure, value: float | None, profile: str) -
         return Line(figure, value, share, "other fleet")
     if abs(share) <= BAND:
         return Line(figure, value, share, "within")
-    return Line(figure, value, share, _beyond(known.metrics[figure.metric].better, share))
-
-
-def _beyond(better: str, share: float) -> Standing:
-    if not better:
-        return "outside"
-    return "better" if (share > 0) == (better == "higher") else "worse"
+    better = known.metrics[figure.metric].better
+    beyond: Standing = "better" if (share > 0) == (better == "higher") else "worse"
+    return Line(figure, value, share, beyond if better else "outside")
 
 
 def change(value: float, reference: float) -> float:

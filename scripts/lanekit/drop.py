@@ -145,7 +145,9 @@ def boot() -> str:
 
 
 def _first(plan: Plan) -> Manifest:
-    here = Process(pid=os.getpid(), started=_self_started(), what="runner")
+    import psutil  # noqa: PLC0415  (keeps `lanekit verify` free of it)
+
+    here = Process(os.getpid(), float(psutil.Process().create_time()), "runner")
     known = inherited(plan)
     return Manifest(
         row=Row(plan.lane, plan.arm, plan.profile, tuple(plan.cells)),
@@ -160,12 +162,6 @@ def _first(plan: Plan) -> Manifest:
         patches=plan.patches,
         images=plan.containers.images if plan.containers else {},
     )
-
-
-def _self_started() -> float:
-    import psutil  # noqa: PLC0415  (keeps `lanekit verify` free of it)
-
-    return float(psutil.Process().create_time())
 
 
 class Provenance(msgspec.Struct, frozen=True):
@@ -184,7 +180,8 @@ def git() -> dict[str, str]:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         text = (paths.ROOT / paths.PROVENANCE).read_bytes()
         known = msgspec.json.decode(text, type=Provenance)
-        kept = all(_still(paths.ROOT / name, was) for name, was in known.files.items())
+        carried = ((paths.ROOT / name, was) for name, was in known.files.items())
+        kept = all(path.is_file() and sha256(path) == was for path, was in carried)
         kept = kept and _carried() <= known.files.keys()
         return known.git if kept else known.git | {"dirty": "yes"}
     said = asked_of_git("status", "--porcelain=v2", "--branch", "-uno") or ""
@@ -209,10 +206,6 @@ def _carried() -> set[str]:
     found = (p for name in ("scripts", "lanes", "patches") for p in (paths.ROOT / name).rglob("*"))
     files = (p.relative_to(paths.ROOT) for p in found if p.is_symlink() or not p.is_dir())
     return {p.as_posix() for p in files if "__pycache__" not in p.parts}
-
-
-def _still(path: Path, was: str) -> bool:
-    return path.is_file() and sha256(path) == was
 
 
 def atomic(path: Path, content: bytes) -> None:

@@ -306,12 +306,9 @@ def _staged(name: str, file: Path | None) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     if file is not None:
-        os.link(file, place / file.name) if _same_disk(file, place) else shutil.copy2(file, place)
+        same_disk = file.stat().st_dev == place.stat().st_dev
+        os.link(file, place / file.name) if same_disk else shutil.copy2(file, place)
     return place
-
-
-def _same_disk(one: Path, other: Path) -> bool:
-    return one.stat().st_dev == other.stat().st_dev
 
 
 def variables(stack: str, registry: str = LOCAL) -> dict[str, str]:
@@ -502,21 +499,12 @@ def parents() -> dict[str, str]:
     for name, body in blocks:
         if name.startswith("_"):
             continue
-        match = re.search(r'parent = "target:_?([\w-]+)"', body) or re.search(
-            r'parent = "target:_?([\w-]+)"', inherited.get(_inherits(body), "")
-        )
-        found[name] = match[1] if match else _base(name)
+        like = re.search(r'inherits\s*=\s*\["([\w-]+)"\]', body)
+        whole = body + (inherited.get(like[1], "") if like else "")
+        match = re.search(r'parent = "target:_?([\w-]+)"', whole)
+        match = match or re.search(r"^FROM\s+(\S+)", _recipe(name), re.M)
+        found[name] = match[1] if match else "?"
     return found
-
-
-def _inherits(body: str) -> str:
-    match = re.search(r'inherits\s*=\s*\["([\w-]+)"\]', body)
-    return match[1] if match else ""
-
-
-def _base(name: str) -> str:
-    match = re.search(r"^FROM\s+(\S+)", _recipe(name), re.M)
-    return match[1] if match else "?"
 
 
 def ancestors(name: str) -> list[str]:

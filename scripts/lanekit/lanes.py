@@ -211,14 +211,12 @@ def markdown() -> str:
     for entry in entries(committed=True):
         grouped.setdefault((entry.lane, entry.arm), []).append(entry)
     for (lane, arm), found in grouped.items():
-        where = ", ".join(f"{e.profile} ({_short(e)})" for e in found)
+        since = [f" since {e.failing.since}" if e.failing else "" for e in found]
+        told = zip(found, since, strict=True)
+        where = ", ".join(f"{e.profile} ({e.state}{when})" for e, when in told)
         contracts = ", ".join(dict.fromkeys(f"`{e.contract}`" for e in found))
         lines.append(f"| {lane}/{arm} | {found[0].title} | {where} | {contracts} |")
     return "\n".join(lines)
-
-
-def _short(entry: Entry) -> str:
-    return f"{entry.state} since {entry.failing.since}" if entry.failing else entry.state
 
 
 def renewed(readme: str, generated: str) -> str:

@@ -682,7 +682,8 @@ def _service(
     own = {k: _filled(path, str(v), values) for k, v in body.get("environment", {}).items()}
     env = {**own, **bare.env}
     known = {**values, "LANE_EXPORTS": shlex.join(word for name in env for word in ("-x", name))}
-    command = _command(path, str(body.get("command", "")), known, role)
+    asked = shlex.join(role.command) if role.command else str(body.get("command", ""))
+    command = _words(path, asked, known)
     held = _holder(path, str(body.get("image", "${LANE_IMAGE}")), known)
     return Service(bare.name, bare.host, command, env, held)
 
@@ -718,13 +719,6 @@ def _declared(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)  # a fleet's hosts read the same file
 def _parsed(text: str) -> Any:
     return yaml.safe_load(text)
-
-
-def _command(
-    path: Path, command: str, values: Mapping[str, str], role: spec.Role
-) -> tuple[str, ...]:
-    """A service's command in a role: the role's own, or serve.yaml's."""
-    return _words(path, shlex.join(role.command) if role.command else command, values)
 
 
 def _words(path: Path, command: str, values: Mapping[str, str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from lanekit.verdict import CellRow, Check, MicroRow, Place, StepRow, Verdict
+from lanekit.verdict import CellRow, Check, MicroRow, StepRow, Verdict
 
 Columns = tuple[tuple[str, str, str], ...]
 _SIGNS: Final = {"met": "ok", "failed": "FAIL", "unchecked": "?"}
@@ -96,12 +96,9 @@ def _check(check: Check, colour: bool) -> Iterator[str]:
 
 
 def _places(check: Check) -> str:
-    shown = [_place(place) for place in (check.first, check.last) if place is not None]
+    places = [place for place in (check.first, check.last) if place is not None]
+    shown = [f"{each.file}:{each.line}" if each.line else each.file for each in places]
     return f"  [{' .. '.join(dict.fromkeys(shown))}]" if shown else ""
-
-
-def _place(place: Place) -> str:
-    return f"{place.file}:{place.line}" if place.line else place.file
 
 
 def _paint(word: str, colour: bool, width: int = 0) -> str:

@@ -239,7 +239,7 @@ def backing(row: published.Row) -> str:
 
 def _shown(known: Published, name: Name, folder: Path) -> int:
     """Judge a drop, print it beside what was published and what this project committed."""
-    manifest = _manifest(folder)
+    manifest = drops.read(folder) if (folder / drops.MANIFEST).is_file() else None
     verdict = _judged(name, folder, manifest)
     found = compare.lines(known, verdict, name.cell)
     lines = [f"\n{name} on {verdict.profile}: {verdict.result} ({verdict.reason})"]
@@ -259,16 +259,13 @@ def _lacking(verdict: Verdict, cell: str) -> Iterator[str]:
     """Why a drop has no figure of a load point: how far its run came, what is not met."""
     if compare.measured(verdict, cell):
         return
-    yield f"nothing measured of {cell}; the drop has figures of {_listed(compare.cells(verdict))}"
+    held = ", ".join(compare.cells(verdict)) or "no load point"
+    yield f"nothing measured of {cell}; the drop has figures of {held}"
     yield from (f"  {said}" for said in verdict.said)
     unmet = [x for x in verdict.checks if x.severity == "required" and x.outcome != "met"]
     yield from (f"  {x.id}: {x.actual or x.expected}" for x in unmet[:LACKING])
     if len(unmet) > LACKING:
         yield f"  and {len(unmet) - LACKING} more checks: `make verify-logs RESULTS=DIR`"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "no load point"
 
 
 def _judged(name: Name, folder: Path, manifest: Manifest | None) -> Verdict:
@@ -284,10 +281,6 @@ def _judged(name: Name, folder: Path, manifest: Manifest | None) -> Verdict:
             remedy="Name its row with ROW=, or give another drop with RESULTS=.",
         )
     return verdict
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    return drops.read(folder) if (folder / drops.MANIFEST).is_file() else None
 
 
 def _beside_published(known: Published, found: Sequence[compare.Line]) -> list[str]:

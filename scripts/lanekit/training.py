@@ -1,7 +1,8 @@
 """What a training lane's program leaves: its steps read, judged, and laid beside the reference."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -249,10 +250,6 @@ def _agrees(asked: Asked) -> Answer:
     )
 
 
-def _led(asked: Asked) -> Answer:
-    return _whole(asked, {"arm": 1})
-
-
 def _rolled(asked: Asked) -> Answer:
     """Real completions, as many as were asked for, and a loss that is a number."""
     steps = _steps(asked.records, "arm")
@@ -314,10 +311,10 @@ def _traffic(asked: Asked) -> Answer:
     )
 
 
-TRAINING: Final = (_complete, _learns, _parity, _traffic)
-RULES: Final = {
+TRAINING: Final[tuple[Callable[[Asked], Answer], ...]] = (_complete, _learns, _parity, _traffic)
+RULES: Final[Mapping[tuple[str, str], tuple[Callable[[Asked], Answer], ...]]] = {
     ("nemo-rl", "rollout"): (_complete, _agrees, _traffic),
-    ("nemo-rl", "grpo"): (_led, _rolled, _split),
+    ("nemo-rl", "grpo"): (partial(_whole, first={"arm": 1}), _rolled, _split),
 }
 
 

@@ -232,16 +232,12 @@ def _events(
     usual = stem["stem"].rpartition(".")[0].rpartition("-")[::2] if stem else ("", "")
     for line, text, who, frame, when in _lines(path, hits, near):
         known = next((s for s in table if s.fits(text, frame)), None)
-        if known or _is_exception(text, frame):
+        if known or (frame and _EXCEPTION.match(text.encode())):
             host = who[0] or hosts.get(who[2], "") or (usual[0] if path != root else "")
             named = (host, who[1] or (usual[1] if path != root else ""), who[2])
             stopped = 0 < stop < line
             yield Event(name, line, text, named, frame, when, client, stopped, known,
                         hits.get(line, 1))  # fmt: skip
-
-
-def _is_exception(text: str, frame: str) -> bool:
-    return bool(frame) and bool(_EXCEPTION.match(text.encode()))
 
 
 Line = tuple[int, str, tuple[str, str, str], str, datetime.datetime]
