@@ -681,9 +681,8 @@ def _waived(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], lis
 
 
 def _row(name: str, folder: str, cell: records.Cell) -> CellRow:
-    figures = cell.figures
-    values = {key: getattr(figures, key) for key in (*records.COMPARED, "source")}
-    return CellRow(name=name, folder=folder, concurrency=cell.concurrency, **values)
+    figures = msgspec.structs.asdict(cell.figures)
+    return CellRow(name=name, folder=folder, concurrency=cell.concurrency, **figures)
 
 
 def _total(loads: Iterable[Load], *, asked: int = 0) -> int | None:

@@ -19,7 +19,7 @@ import yaml
 
 from lanekit import drop as drops
 from lanekit import manifests, process
-from lanekit.errors import ConfigError, HostLost, LaneError, ServerDied
+from lanekit.errors import HostLost, LaneError, ServerDied
 from lanekit.manifest import Process
 from lanekit.plan import CellPlan, Plan, Service
 from lanekit.progress import Say
@@ -95,25 +95,8 @@ class Kubectl:
         self.base = ["kubectl", f"--request-timeout={API_S}s"]
 
     def run(self, *words: str) -> str:
-        """What a command says.
-
-        Raises:
-            ConfigError: no kubectl.
-            HostLost: the API refuses, does not answer, or answers with an error.
-        """
-        try:
-            done = subprocess.run(
-                [*self.base, *words], env=self.env, stdin=subprocess.DEVNULL, capture_output=True,
-                text=True, timeout=6 * API_S, check=False,
-            )  # fmt: skip
-        except FileNotFoundError as error:
-            raise ConfigError("no kubectl here", remedy="Install it.") from error
-        except subprocess.TimeoutExpired as error:
-            raise _deaf(f"no answer within {6 * API_S} s") from error
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise _deaf(said[-1])
-        return done.stdout
+        """What a command says. Raises ConfigError or HostLost as process.asked does."""
+        return process.asked([*self.base, *words], self.env, 6 * API_S, _deaf)
 
 
 def _deaf(why: str) -> HostLost:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, Protocol
 
 import psutil
 
-from lanekit.errors import LaneError, ServerDied
+from lanekit.errors import ConfigError, LaneError, ServerDied
 from lanekit.manifest import Process
 from lanekit.plan import CellPlan, Service
 from lanekit.prefix import ANSI
@@ -263,6 +263,28 @@ def outcome(code: int) -> str:
 def exited(code: int) -> str:
     """A container's exit status in words; above 128 it is a signal."""
     return outcome(code if code < 128 else 128 - code)
+
+
+def asked(
+    words: Sequence[str], env: Mapping[str, str], seconds: float, deaf: Callable[[str], LaneError]
+) -> str:
+    """What a command of a scheduler says; it finds its server as the user's own commands do. Raises
+    ConfigError: it is not here; what `deaf` makes of why it refused or did not answer."""
+    try:
+        done = subprocess.run(
+            words, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"no {words[0]} here", remedy="Install it, or run this on a machine that has it."
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise deaf(f"{words[0]} got no answer within {seconds:.0f} s") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise deaf(f"{words[0]}: {said[-1]}")
+    return done.stdout
 
 
 class Occurrences:

@@ -22,6 +22,7 @@ from lanekit import reading
 from lanekit.errors import Unreadable
 from lanekit.plan import options
 from lanekit.reading import dig, text
+from lanekit.verdict import Figures
 
 SUMMARY: Final = "profile_export_aiperf.json"
 RECORDS: Final = "profile_export.jsonl"
@@ -33,31 +34,7 @@ RECORD_LIMIT: Final = 4 << 20  # a record of 10^5 tokens with its chunk latencie
 RECORDS_LIMIT: Final = 1 << 19  # of one load point: 110 MB while they are sorted (2026-11-30)
 
 
-@dataclasses.dataclass(frozen=True)
-class CellFigures:
-    """What a load point did. Tokens/s, ms and s; None where it could not be read.
-
-    tok_s: output tokens over the wall from the first start to the last token. tok_s_user: mean over
-    requests of 1 / inter-token latency. source: `records` (recomputed) or `summary`.
-    """
-
-    tok_s: float | None
-    tok_s_user: float | None
-    ttft_avg_ms: float | None
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    itl_p50_ms: float | None
-    itl_p99_ms: float | None
-    requests: int | None
-    errors: int | None
-    duration_s: float | None
-    source: str
-
-
-COMPARED: Final = (
-    "tok_s", "tok_s_user", "ttft_avg_ms", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms",
-    "requests", "errors", "duration_s",
-)  # fmt: skip
+COMPARED: Final = tuple(name for name in Figures.__struct_fields__ if name != "source")
 PERCENTILES: Final = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 Stated = dict[str, dict[str, float]]  # metric -> statistic -> value, as the summary names them
 
@@ -71,7 +48,7 @@ class Records:
     once. chunked: records that state when each chunk of their answer came. stated: what a summary
     may state of them beside its figures."""
 
-    figures: CellFigures
+    figures: Figures
     osl: float | None
     isl: float | None
     duplicates: int
@@ -94,7 +71,7 @@ class Cell:
     """
 
     folder: Path
-    summary: CellFigures
+    summary: Figures
     records: Records | None
     version: str | None
     model: str | None
@@ -113,7 +90,7 @@ class Cell:
     command: dict[str, str] | None
 
     @property
-    def figures(self) -> CellFigures:
+    def figures(self) -> Figures:
         """The figures to show: recomputed ones where there are records."""
         return self.records.figures if self.records else self.summary
 
@@ -273,10 +250,10 @@ def _url(listed: Any) -> str | None:
     return listed[0].rstrip("/") if one else None
 
 
-def _summary_figures(found: _Summary) -> CellFigures:
+def _summary_figures(found: _Summary) -> Figures:
     failed = found.error_request_count
     errors = 0 if failed is None else _whole(failed.avg)
-    return CellFigures(
+    return Figures(
         tok_s=found.rate(found.output_token_throughput),
         tok_s_user=found.output_token_throughput_per_user.avg,
         ttft_avg_ms=found.time_to_first_token.avg,
@@ -356,7 +333,7 @@ class _Tally:
         stated["total_output_tokens"] = {"avg": tokens}
         stated["request_throughput"] = {"avg": done / wall} if wall else {}
         return Records(
-            figures=CellFigures(
+            figures=Figures(
                 tok_s=tokens / wall if wall else None,
                 tok_s_user=_rate_a_user(self.itl),
                 ttft_avg_ms=sum(self.ttft) / done if done else None,

@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -181,27 +180,8 @@ def state(shown: str) -> State:
 
 
 def command(env: Mapping[str, str], *words: str) -> str:
-    """What a command of Slurm says; it finds its controller as the user's own commands do.
-
-    Raises:
-        ConfigError: it is not here.
-        HostLost: the controller refuses or does not answer.
-    """
-    try:
-        done = subprocess.run(
-            words, env={**os.environ, **env}, capture_output=True, text=True, timeout=COMMAND_S,
-            check=False,
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"no {words[0]} here", remedy="Run this on a machine that submits jobs to Slurm."
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise _deaf(f"{words[0]} got no answer within {COMMAND_S} s") from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise _deaf(f"{words[0]}: {said[-1]}")
-    return done.stdout
+    """What a command of Slurm says. Raises ConfigError or HostLost as process.asked does."""
+    return process.asked(words, env, COMMAND_S, _deaf)
 
 
 def _deaf(why: str) -> HostLost:

@@ -39,13 +39,13 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waived: str = ""
 
 
-class CellRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The figures of one load point. Rates in tokens/s, latencies in ms, duration in s; None is
-    a figure that could not be read, never zero. source: `records` or `summary`."""
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a load point did: tokens/s, ms and s; None is what could not be read, never zero.
 
-    name: str
-    folder: str
-    concurrency: int | None
+    tok_s: output tokens over the wall from the first start to the last token. tok_s_user: mean over
+    requests of 1 / inter-token latency. source: `records` (recomputed) or `summary`.
+    """
+
     requests: int | None
     errors: int | None
     tok_s: float | None
@@ -57,6 +57,14 @@ class CellRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     itl_p99_ms: float | None
     duration_s: float | None
     source: str
+
+
+class CellRow(Figures, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The figures of one load point."""
+
+    name: str
+    folder: str
+    concurrency: int | None
 
 
 class MicroRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

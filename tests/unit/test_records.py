@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 from drops import START, aiperf, edit_json, record
 
@@ -282,7 +283,7 @@ def a_minute(root: Path, *, zone: int = 0) -> Load:
     cell = records.read(aiperf(root / "c4"))
     assert cell.records is not None
     assert cell.start is not None
-    figures = dataclasses.replace(cell.records.figures, tok_s=100.0)
+    figures = msgspec.structs.replace(cell.records.figures, tok_s=100.0)
     kept = dataclasses.replace(cell.records, figures=figures, window=(START, START + 60.0))
     local = cell.start + datetime.timedelta(hours=zone)
     held = dataclasses.replace(cell, records=kept, start=local)
