@@ -2,13 +2,13 @@
 a stand-in of deep_ep that exchanges over gloo. Minutes; `make test-all`."""
 
 import io
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.lanes import direct
 
 from lanekit import batch, envs, patches, paths, planning, training, verify
 
@@ -50,9 +50,7 @@ def train(python: Path, out: Path, arm: str, ranks: int, path: str = "", **env: 
         *(str(paths.LANES / "megatron" / "train.py"), "--arm", arm, "--out", str(out), *SHAPE),
     ]
     own = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
-    done = subprocess.run(
-        command, env={**os.environ, **own}, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = direct.run(command, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
 
@@ -116,9 +114,7 @@ def test_a_rollout_over_v2_agrees_with_the_plain_all_to_all(
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        command, env={**os.environ, **own}, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = direct.run(command, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("deep_ep.ElasticBuffer constructed") == 2
     cells = {"rollout": (training.NAME, batch.Taken(training.read(tmp_path / training.NAME)))}

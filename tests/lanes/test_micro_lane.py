@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.lanes import direct
 
 from lanekit import envs, paths, programs, verify
 
@@ -42,9 +43,7 @@ def test_the_lane_is_proven(python: Path, tmp_path: Path) -> None:
 
 def torchrun(python: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return subprocess.run(
-        [*command, "2", str(DRIVER), *options], text=True, capture_output=True, check=False
-    )
+    return direct.run([*command, "2", str(DRIVER), *options])
 
 
 def test_two_ranks_over_gloo(python: Path, tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_a_wrong_round_trip_is_not_timed(
     assert source.count(good) == 1
     broken.write_text(source.replace(good, bad))
     command = [str(python), str(broken), *SMALL, "--variants", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    done = direct.run(command)
     assert done.returncode == 1
     assert f"micro: {what}" in done.stderr
     assert "rows came back wrong" in done.stderr

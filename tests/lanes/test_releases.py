@@ -8,7 +8,6 @@ TensorRT-LLM's wheel cannot be had: tests/unit/test_matrix.py holds its lane to 
 
 import hashlib
 import json
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lanes import direct
 
 from lanekit import (
     envs,
@@ -66,9 +66,7 @@ def unread(names: dict[str, str], folder: Path) -> list[str]:
 def run(parser: str, python: str, argvs: list[list[str]], *more: str) -> list[dict[str, Any]]:
     """What the parser makes of each command line."""
     command = [python, "-I", str(PARSERS / f"{parser}.py"), *more]
-    ran = subprocess.run(
-        command, input=json.dumps(argvs), capture_output=True, text=True, check=False
-    )
+    ran = direct.run(command, json.dumps(argvs))
     assert ran.returncode == 0, ran.stderr
     found: list[dict[str, Any]] = json.loads(ran.stdout)
     return found
