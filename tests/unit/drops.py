@@ -81,6 +81,10 @@ GRAPHS: Final = (
     "(Worker pid=9) INFO 11-30 11:05:46 [gpu_model_runner.py:6656] Graph capturing finished in 2 "
     "secs, took 0.08 GiB"
 )
+CAPTURED: Final = (
+    "[2026-11-30 11:00:09] Capture cuda graph end. Time elapsed: 3.20 s. mem usage=0.40 GB. avail "
+    "mem=20.11 GB."
+)
 
 Edit = Callable[[list[str]], list[str]]
 
@@ -270,6 +274,7 @@ def _own(name: str) -> list[str]:
     gpu = [x.replace("=cpu", "=cuda").replace("gloo", "nccl") for x in (*VLLM, GRAPHS)]
     lines = {
         "floor": [*_armed(ALONE), *gpu],
+        "sglang-floor": [*_armed(ALONE), SGLANG.format("none", 1), CAPTURED],
         "cpu-gloo": _armed(ALONE) + _said(ALONE, "micro", "backend=gloo torch=2.11.0"),
         "cpu": [*_armed(ALONE), *VLLM],
         "train-gloo": _armed(ALONE) + _said(ALONE, "megatron", "backend=gloo dispatcher=alltoall"),
@@ -296,6 +301,7 @@ def log(name: str) -> list[str]:
     """The smallest log that satisfies a contract, loaded or run once a cell."""
     if name.startswith(("published", "train", "routed", "picked")) or name in (
         "floor",
+        "sglang-floor",
         "cpu",
         "cpu-gloo",
     ):
@@ -318,6 +324,7 @@ SUBJECTS: Final = {
     "v1-nvlink": ("vllm", "v1", "h200x2"),
     "dense-nvlink": ("vllm", "dense", "h200x2"),
     "floor": ("vllm", "floor", "h200x1"),
+    "sglang-floor": ("sglang", "floor", "h200x1"),
     "cpu": ("vllm", "floor", "cpu"),
     "published-2026-07-trtllm": ("trtllm", "seam", "p5en-x2"),
     "published-2026-07-vllm": ("vllm", "epnc1", "p5en-x2"),
@@ -335,7 +342,7 @@ SUBJECTS: Final = {
         name: (
             lane,
             name.split("-")[1] if lane == "megatron" else name.removeprefix(f"{lane}-"),
-            "p5en-x2" if "efa" in name else "h200x2",
+            "p5en-x2" if "efa" in name else "h200x1" if name.endswith("-one") else "h200x2",
         )
         for name in contract.names()
         for lane in ("sglang", "trtllm", "megatron", "nemo-rl")

@@ -111,6 +111,7 @@ def test_what_sglang_prints_beyond_the_plan_is_its_default(size: str, differs: l
             ["speculative_algorithm 'EAGLE', planned None"],
         ),
         ("quantization=None", "quantization='w4afp8'", ["quantization 'w4afp8', planned None"]),
+        ("device='cuda'", "device='cpu'", ["device 'cpu', planned cuda"]),
         (
             "enable_two_batch_overlap=False",
             "enable_two_batch_overlap=True",

@@ -179,10 +179,18 @@ def test_a_cap_of_tokens_is_shown_and_a_token_is_not(bare: machine.Machine) -> N
     assert "hf_x" not in printed
 
 
-def test_in_place_without_a_lock_the_interpreter_is_the_images(bare: machine.Machine) -> None:
+def test_in_place_without_a_lock_the_interpreter_is_the_images(
+    bare: machine.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = spec.lane("sglang")
+    setting = msgspec.structs.replace(lane.profiles["h200x2"], environment="")
+    lane = msgspec.structs.replace(lane, profiles={**lane.profiles, "h200x2": setting})
+    monkeypatch.setattr(spec, "lane", lambda _: lane)
     options = planning.Options(lane="sglang", profile="h200x2", start=False)
     made = planning.make(options, bare)
     assert made.environments["server"].python == planning.IMAGE_PYTHON
+    (said,) = planning.warnings(made)
+    assert said.startswith("no lock brings sglang, as image sglang holds it: ")
     started = planning.Options(lane="sglang", profile="h200x2")
     with pytest.raises(ConfigError, match="does not answer as a Python interpreter") as caught:
         planning.make(started, bare)
@@ -283,7 +291,8 @@ def test_a_plan_warns_of_an_env_that_will_refute_it(
         ("vllm", "h200x2", "epnc1", "no lock brings deep_ep: SERVER_PYTHON= must name a Python that"
          " holds what locks/vllm-cu130.txt says and that (lanes/vllm/README.md)"),
         ("megatron", "h200x2", "v2", "no lock brings deep_ep and series megatron-lm/0.16.1: "),
-        ("sglang", "h200x2", "dense", "no lock brings sglang, as image sglang holds it: "),
+        ("sglang", "h200x1", "v2", "no lock brings deep_ep and series sglang/0.5.11 and series "),
+        ("sglang", "h200x1", "dense", ""),
         ("vllm", "h200x2", "dense", ""),
         ("micro", "cpu", "gloo", ""),
     ],

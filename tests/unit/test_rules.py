@@ -365,6 +365,7 @@ BAD: Final[dict[str, list[drops.Edit]]] = {
         change_one("non-default", "parallel': True", "parallel': False"),
     ],
     "vllm-graphs": [drop_all("Graph capturing"), after("Graph capturing")],
+    "sglang-graphs": [drop_all("Capture cuda graph"), after("Capture cuda graph")],
     "vllm-graphs-lowered": [
         add("FULL is not supported with F backend; setting cudagraph_mode=FULL_DECODE_ONLY"),
         late("Overriding cudagraph_mode from FULL to PIECEWISE for reliability."),
@@ -584,14 +585,18 @@ def test_both_engines_give_the_same_checks(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "applies"), [({}, True), ({"--enforce-eager": "True"}, False), (None, False)]
+    ("name", "rule", "eager"),
+    [
+        ("v2-nvlink", "vllm-graphs", "--enforce-eager"),
+        ("sglang-floor", "sglang-graphs", "--disable-cuda-graph"),
+    ],
 )
 def test_graphs_are_asked_for_only_where_the_plan_captures_some(
-    given: dict[str, str] | None, applies: bool
+    name: str, rule: str, eager: str
 ) -> None:
-    plan = dataclasses.replace(facts("v2-nvlink"), options=given)
-    asked = {x.id for x in judge.applying(every("v2-nvlink"), plan)}
-    assert ("vllm-graphs" in asked) == applies
+    for planned, applies in (({}, True), ({eager: "True"}, False), (None, False)):
+        plan = dataclasses.replace(facts(name), options=planned)
+        assert (rule in {x.id for x in judge.applying(every(name), plan)}) == applies
 
 
 def test_what_is_held_to_a_plan_is_not_asked_of_a_log_without_one() -> None:
