@@ -481,9 +481,7 @@ def _same(told: Mapping[str, Mapping[str, str]], own: tuple[str, ...]) -> str:
     names = sorted({name for has in told.values() for name in has} - set(own))
     differ = [name for name in names if len({has.get(name) for has in told.values()}) > 1]
     if differ:
-        raise Failed("; ".join(f"{name}: {_each(told, name)}" for name in differ))
+        each = {n: ", ".join(f"{has.get(n, '(unset)')} on {where}" for where, has in told.items())
+                for n in differ}  # fmt: skip
+        raise Failed("; ".join(f"{name}: {said}" for name, said in each.items()))
     return f"{len(names)} names alike"
-
-
-def _each(told: Mapping[str, Mapping[str, str]], name: str) -> str:
-    return ", ".join(f"{has.get(name, '(unset)')} on {where}" for where, has in told.items())

@@ -6,6 +6,7 @@ coherence.toml` holds the numbers and why they are what they are.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -247,7 +248,8 @@ def apart(want: Answer, got: Answer, allowed: Tolerance) -> Apart:
     for place, (left, right) in enumerate(zip(want.top, got.top, strict=True)):
         distance, token = _distance(left, right)
         positions += 1
-        decisive += _lead(left) > 2 * allowed.logprob
+        first, second, *_ = (*sorted(_numbers(left).values(), reverse=True), math.inf)
+        decisive += first - second > 2 * allowed.logprob
         worst = max(worst, distance)
         if distance > allowed.logprob:
             where = f"{_named(got.place)}, position {place}, token {token}: {distance:.3f} nats"
@@ -266,11 +268,6 @@ def _distance(left: dict[str, float | None], right: dict[str, float | None]) -> 
     only_a = {token: max(0.0, a[token] - low_b) for token in a.keys() - b.keys()}
     only_b = {token: max(0.0, b[token] - low_a) for token in b.keys() - a.keys()}
     return max((nats, token) for token, nats in (both | only_a | only_b).items())
-
-
-def _lead(top: dict[str, float | None]) -> float:
-    ordered = sorted(_numbers(top).values(), reverse=True)
-    return ordered[0] - ordered[1] if len(ordered) > 1 else 0.0
 
 
 def _numbers(top: dict[str, float | None]) -> dict[str, float]:

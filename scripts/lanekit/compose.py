@@ -169,7 +169,8 @@ def _kept(host: Host) -> dict[str, Any]:
 def _inputs(plan: Plan, host: Host) -> Iterator[dict[str, Any]]:
     """What containers read, at the path it has here: of a remote host only what is there."""
     copied = _copied(plan)
-    for path in [*copied, *_shared(plan, host)]:
+    own = [path for path in folders(plan, host) if path not in copied]  # that it must have itself
+    for path in [*copied, *own]:
         if host.ssh and path in copied:
             yield {"type": "volume", "target": path}
         else:
@@ -181,12 +182,6 @@ def _copied(plan: Plan) -> list[str]:
     built = plan.model.source.startswith("built:")
     laid = [str(Path(plan.drop) / FILES)] if plan.files else []
     return [str(paths.LANES / plan.lane), *([plan.model.path] if built else []), *laid]
-
-
-def _shared(plan: Plan, host: Host) -> list[str]:
-    """Folders that every host must have itself: a model that was given, a folder of models."""
-    copied = _copied(plan)
-    return [path for path in folders(plan, host) if path not in copied]
 
 
 def _artifacts(plan: Plan, host: Host, cell: CellPlan) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def options(said: str, planned: Values, usual: Values) -> Iterator[str]:
     names all others. Of a dictionary within, only what is planned or usual is looked at.
     """
     told = dict(pairs(said))
-    wanted = {_spelt(name): value for name, value in planned.items()}
+    wanted = {  # `--max-num-seqs` as a program's own name for it
+        name.removeprefix("--").replace("-", "_") if name.startswith("--") else name: value
+        for name, value in planned.items()
+    }
     for whole, prefix in INNER.items():
         inner = pairs(told.pop(whole, "")[1:-1])
         told |= {
@@ -78,11 +81,6 @@ def variable(name: str, said: str, planned: Values, usual: Values) -> str:
     if want == ANYTHING or (want is not None and (_same(said, want) or _equal(said, want))):
         return ""
     return f"{name} {_shown(said)}, planned {_shown(want)}"
-
-
-def _spelt(option: str) -> str:
-    """`--max-num-seqs` as a program's own name for it."""
-    return option.removeprefix("--").replace("-", "_") if option.startswith("--") else option
 
 
 def _same(said: str, planned: str) -> bool:

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ _REMOTE: Final = (
 )
 
 Definition = dict[str, Any]
+T = TypeVar("T")
 
 
 class Roots(msgspec.Struct, frozen=True):
@@ -426,15 +427,12 @@ class Contents(msgspec.Struct, frozen=True):
 def identify(name: str, stack: str, ssh: str = "") -> str:
     """The digest of an image that was built or pulled here, or on the host that `ssh` reaches: what
     a tag says may change. Raises ConfigError: it is not here."""
-    from python_on_whales.exceptions import NoSuchImage  # noqa: PLC0415
-
-    try:
-        return str(docker(ssh).image.inspect(local(name, stack)).id)
-    except NoSuchImage as error:
+    if not (found := present(docker(ssh), local(name, stack))):
         raise ConfigError(
             f"image {local(name, stack)} is not {f'on {ssh}' if ssh else 'here'}",
             remedy=f"Build it with `make image-{name}` or pull it with `make pull-{name}`.",
-        ) from error
+        )
+    return found
 
 
 def present(client: "DockerClient", reference: str) -> str:
@@ -450,14 +448,17 @@ def present(client: "DockerClient", reference: str) -> str:
 def contents(reference: str, ssh: str = "") -> Contents:
     """What an image holds, as its own guard wrote it down. Raises ImageFailed: the image has no
     such record: the guard did not run at the end of its build."""
+    return _inside(reference, ["cat", "/usr/share/lanes/contents.json"], Contents, ssh)
+
+
+def _inside(reference: str, command: list[str], kind: type[T], ssh: str) -> T:
+    """What a command prints in an image, as JSON of this kind."""
     from python_on_whales import DockerException  # noqa: PLC0415
 
+    alone: dict[str, Any] = {"remove": True, "networks": ["none"], "pull": "never"}
     try:
-        told = docker(ssh).run(
-            reference, ["cat", "/usr/share/lanes/contents.json"],
-            remove=True, networks=["none"], pull="never",
-        )  # fmt: skip
-        return msgspec.json.decode(str(told), type=Contents)
+        told = docker(ssh).run(reference, command, **alone)
+        return msgspec.json.decode(str(told), type=kind)
     except (DockerException, msgspec.DecodeError) as error:
         raise ImageFailed(
             f"{reference} does not say what it holds", remedy="Build it with `make image-NAME`."
@@ -477,18 +478,7 @@ def purelib(names: Iterable[str]) -> list[str]:
 def installed(reference: str, names: Iterable[str], ssh: str = "") -> dict[str, str]:
     """The text of files below an image's site-packages, empty for one that is not there. Raises
     ImageFailed: the image has no Python that answers."""
-    from python_on_whales import DockerException  # noqa: PLC0415
-
-    try:
-        told = docker(ssh).run(
-            reference, ["python", *purelib(names)], remove=True, networks=["none"], pull="never"
-        )
-        found: dict[str, str] = json.loads(str(told))
-    except (DockerException, ValueError) as error:
-        raise ImageFailed(
-            f"{reference} does not show its packages: {error}", remedy="Build it again."
-        ) from error
-    return found
+    return _inside(reference, ["python", *purelib(names)], dict[str, str], ssh)
 
 
 def parents() -> dict[str, str]:

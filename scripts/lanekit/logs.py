@@ -135,12 +135,7 @@ def read(
 ) -> Logs:
     """Scan every log for the rules' lines; files are read in parallel. Raises Unreadable: a log
     cannot be read or unpacked, or holds only NULs."""
-    probes = [
-        *map(probe, rules),
-        ranks.TALKING,
-        *ranks.JOINS,
-        FIRST_REQUEST,
-    ]
+    probes = [*map(probe, rules), ranks.TALKING, *ranks.JOINS, FIRST_REQUEST]
     if not logs:
         return Logs({}, ranks.join((), ranks_), {}, frozenset(), 0)
     finder = make if scan.fast() else scan.PythonFinder

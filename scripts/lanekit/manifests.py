@@ -80,7 +80,10 @@ def require(plan: Plan) -> None:
 def standing(plan: Plan) -> list[Object]:
     """The objects that stand while a run goes: scripts, files, and what starts the services."""
     made = {"Job": _network, "MPIJob": _mpi, "LeaderWorkerSet": _lws}[kind_of(plan)]
-    return [_scripts(plan), _files(plan), made(plan)]
+    texts = {key: path.read_text() for key, path in _lane_files(plan).items()}
+    files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(plan, "-files"),
+             "data": texts}  # fmt: skip
+    return [_scripts(plan), files, made(plan)]
 
 
 def job(plan: Plan, cell: str) -> Object:
@@ -157,12 +160,6 @@ def _lane_files(plan: Plan) -> dict[str, Path]:
     home = paths.LANES / plan.lane
     files = [p for p in sorted(home.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
     return {str(p.relative_to(home)).replace("/", ".."): p for p in files}
-
-
-def _files(plan: Plan) -> Object:
-    data = {key: path.read_text() for key, path in _lane_files(plan).items()}
-    metadata = _metadata(plan, "-files")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 
 def _network(plan: Plan) -> Object:

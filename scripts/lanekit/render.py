@@ -135,12 +135,11 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
 
 def _grid(columns: Columns, found: Sequence[CellRow | MicroRow | StepRow]) -> Iterator[str]:
     rows = [[title for title, _, _ in columns]]
-    rows += [[_cell(getattr(each, key), form) for _, key, form in columns] for each in found]
+    rows += [
+        ["-" if (v := getattr(each, key)) is None else format(v, form) for _, key, form in columns]
+        for each in found
+    ]
     yield from (f"  {line}" for line in aligned(rows, right=True))
-
-
-def _cell(value: Any, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def as_json(verdict: Verdict) -> bytes:

@@ -46,9 +46,7 @@ def addressed(fleet: Sequence[Host], why: str) -> tuple[Host, ...]:
     unnamed = why == hosts.UNNAMED
     return tuple(
         msgspec.structs.replace(
-            host,
-            ssh="",
-            address=f"${{LANE_NODE_{host.node_rank}}}" if unnamed else host.address,
+            host, ssh="", address=f"${{LANE_NODE_{host.node_rank}}}" if unnamed else host.address
         )
         for host in fleet
     )

@@ -240,17 +240,9 @@ def settled(found: Lane) -> Lane:
 def _over(base: Setting | None, own: Setting) -> Setting:
     if base is None:
         return own
-    return Setting(
-        arm=own.arm or base.arm,
-        model=own.model or base.model,
-        environment=own.environment or base.environment,
-        image=own.image or base.image,
-        args=(*base.args, *own.args),
-        env={**base.env, **own.env},
-        tools={**base.tools, **own.tools},
-        backends=own.backends or base.backends,
-        warm_s=own.warm_s or base.warm_s,
-    )
+    either = {name: getattr(own, name) or getattr(base, name) for name in own.__struct_fields__}
+    both = {"env": base.env | own.env, "tools": base.tools | own.tools}
+    return Setting(**either | both | {"args": (*base.args, *own.args), "like": ""})
 
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]*")
