@@ -282,6 +282,9 @@ def _up(*, links: bool) -> Iterator[Rig]:
     finally:
         for side in rig.sides:
             side.end()
+        # Our end by name: the kernel takes a deleted namespace apart when it comes to it, and not
+        # while anything still holds it, and with it the other ends of its cables.
+        subprocess.run(["ip", "link", "delete", HERE], check=False, capture_output=True)
         for name in (SWITCH, *(side.space for side in rig.sides)):  # with all that is plugged in
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
         shutil.rmtree(root, ignore_errors=True)
@@ -342,8 +345,9 @@ def _reach(rig: Rig) -> None:
 
 def strays() -> list[str]:
     """What a rig could have left on this machine: namespaces, links, processes, mounts."""
-    left = [line for line in run("ip", "netns", "list").splitlines() if line.startswith(OURS)]
-    left += [line for line in run("ip", "-o", "link").splitlines() if OURS in line]
+    ours = f"{OURS}-"  # whole: lanes12345 is not of lanes1234
+    left = [line for line in run("ip", "netns", "list").splitlines() if line.startswith(ours)]
+    left += [line for line in run("ip", "-o", "link").splitlines() if ours in line]
     left += [mount for mount in _mounts() if f"/{OURS}-" in mount]
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
