@@ -52,7 +52,7 @@ bundle: setup ## Pack a lane for a machine without network: LANE= PROFILE= [PART
 	  $(call option,DEEPEP_WHEEL,--deepep-wheel) $(call option,PRESENT,--present) $(call option,OUT,--out) \
 	  $(call switch,PLAN,--plan)
 
-lanes: setup ## List every row with its state: run here (drop, verdict), needs hardware, known failing
+lanes: setup ## List every row with its state: run here (drop, verdict), what it needs, known failing
 	@$(LANEKIT) lanes
 
 include images/*.mk patches/*.mk

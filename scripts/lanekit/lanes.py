@@ -37,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
     contract: str
     cells: tuple[str, ...]
     hardware: bool
+    needs: str = ""
     failing: spec.KnownFailing | None = None
     measured: tuple[Measured, ...] = ()
 
@@ -59,7 +60,9 @@ class Entry(msgspec.Struct, frozen=True):
         """What keeps the load points that were not run."""
         if self.failing is not None:
             return "known failing"
-        return "needs hardware" if self.hardware else "not run yet"
+        if self.hardware:
+            return "needs hardware"
+        return "needs artefact" if self.needs else "not run yet"
 
     @property
     def states(self) -> list[str]:
@@ -79,7 +82,8 @@ class Entry(msgspec.Struct, frozen=True):
             told = ", ".join(map(self._told, self.measured))
             lacking = f"; not run: {','.join(self.lacking)}" if self.lacking else ""
             return f"run here {told}{lacking}"
-        return f"{self.state}: {self.profile}" if self.hardware else self.state
+        asked = ", and ".join(filter(None, (self.profile if self.hardware else "", self.needs)))
+        return f"{self.state}: {asked}" if asked else self.state
 
     def _told(self, held: Measured) -> str:
         cells = "" if held.cells == self.cells else f"{','.join(held.cells)} "
@@ -111,6 +115,7 @@ def entries(*, committed: bool = False) -> list[Entry]:
             contract=contract,
             cells=(cells := tuple(spec.cells(lane, name))),
             hardware=spec.profile(profile).gpus > 0,
+            needs=arm.needs,
             failing=failing(arm, profile),
             measured=_measured(held.get((lane.name, name, profile), {}), cells),
         )

@@ -195,7 +195,7 @@ def _unmeasured(*, committed: bool) -> str:
             cells = f" ({','.join(entry.lacking)})" if entry.measured and not entry.failing else ""
             kept.setdefault(entry.waits, []).append(
                 f"{entry.lane}/{entry.arm} on {entry.profile}{cells}"
-                + (f" ({entry.detail})" if entry.failing else "")
+                + (f" ({entry.detail})" if entry.failing or entry.needs else "")
             )
     text = "\n## Not measured here\n\n"
     return text + "".join(f"- {state}: {'; '.join(names)}\n" for state, names in kept.items())

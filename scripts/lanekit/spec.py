@@ -109,7 +109,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variables need. reference: the arm whose answers these must
     equal; empty for an arm that is one itself. services:
     those of serve.yaml that it starts; all when none is named. ipv4: a program of it takes hosts by
-    literal IPv4 address alone.
+    literal IPv4 address alone. needs: what it runs with that no index which its recipe asks brings.
     """
 
     title: str
@@ -126,6 +126,7 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     known_failing: KnownFailing | None = None
     reference: str = ""
     ipv4: bool = False
+    needs: str = ""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -109,6 +109,16 @@ def test_an_interrupted_run_is_no_run(checkout: Path) -> None:
     assert found("vllm", "floor", "cpu").state == "not run yet"
 
 
+def test_no_row_is_left_without_a_reason() -> None:
+    """Run here, known failing, or what it needs: "not run yet" tells a stranger nothing."""
+    listed = lanes.entries(committed=True)
+    assert not [f"{e.lane}/{e.arm} on {e.profile}" for e in listed if "not run yet" in e.states]
+    (picker,) = [e for e in listed if (e.lane, e.arm, e.profile) == ("llmd", "epp", "cpu")]
+    assert picker.measured or picker.detail.startswith("needs artefact: llm-d's endpoint picker")
+    (seam,) = [e for e in listed if (e.lane, e.arm, e.profile) == ("trtllm", "seam", "p5en-x2")]
+    assert seam.measured or seam.detail.startswith("needs hardware: p5en-x2, and NVIDIA's wheel")
+
+
 FAILING = (
     '"known_failing" = { since = 2026-11-30, what = "dies in capture", profiles = ["h200x2"], '
     'issue = "https://github.com/vllm-project/vllm/issues/1" }'
