@@ -36,7 +36,7 @@ RECIPE: Final = "examples/configs/recipes/llm/grpo-qwen3-30ba3b-8n8g-megatron.ya
 
 # What this lane changes of NeMo RL's own recipe for Qwen3-30B-A3B (46be4e8). Expert parallel over
 # the whole fleet: with the published TP 4, PP 2, EP 2 an experts' group is 8 ranks of one host, and
-# DeepEP crosses no network. The flex dispatcher rounds a router's FP64 to FP32, so it is FP32.
+# DeepEP crosses no network.
 SETTINGS: Final = {
     "grpo.max_num_steps": STEPS,
     "grpo.num_prompts_per_step": PROMPTS,
@@ -46,12 +46,34 @@ SETTINGS: Final = {
     "policy.megatron_cfg.tensor_model_parallel_size": 1,
     "policy.megatron_cfg.pipeline_model_parallel_size": 1,
     "policy.megatron_cfg.sequence_parallel": "false",
-    "policy.megatron_cfg.moe_enable_deepep": "true",
-    "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
     "policy.megatron_cfg.moe_router_dtype": "fp32",
     "checkpointing.enabled": "false",
     "logger.wandb_enabled": "false",
     "logger.tensorboard_enabled": "false",
+    "logger.monitor_gpus": "false",
+}
+# The flex dispatcher rounds a router's FP64 to FP32, so it is FP32 above. It asserts more than one
+# rank (megatron-core 0.16.1, token_dispatcher.py:1346), so one GPU has the plain all-to-all alone.
+DEEPEP: Final = {
+    "policy.megatron_cfg.moe_enable_deepep": "true",
+    "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
+}
+
+# The made data, for a machine that reaches no hub and a model that writes the made-up words of the
+# harness's stand-ins: a prompt asks for a syllable, and NeMo RL's Jaccard environment rewards an
+# answer by the share of its words that begin with it. A sampler of random weights hits some, so
+# that rewards differ and there is something to learn; mathematics would be 0 for every answer.
+MADE: Final = 32
+CONSONANTS: Final = "tnshrdlcmwfgypbvkjzq"
+VOWELS: Final = "eaoiu"
+MADE_SETTINGS: Final = {
+    "grpo.val_period": 0,
+    "data.train.dataset_name": "ResponseDataset",
+    "data.train.split_validation_size": 0,
+    "data.default.prompt_file": "null",
+    "data.default.env_name": "code_jaccard",
+    "++env.code_jaccard.num_workers": 1,
+    "++policy.tokenizer.chat_template": "null",
 }
 
 
@@ -131,10 +153,23 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None
 
 
+def made(path: Path) -> dict[str, Any]:
+    """Write the made data, and say how NeMo RL reads it."""
+    syllables = [consonant + vowel for consonant in CONSONANTS for vowel in VOWELS]
+    lines = [
+        {"input": f"words of {first}:", "output": " ".join(first + second for second in syllables)}
+        for first in syllables[:MADE]
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return {**MADE_SETTINGS, "++data.train.data_path": path}
+
+
 def command(options: argparse.Namespace, logs: Path) -> list[str]:
     """NeMo RL's own program with this lane's settings, then what the command line adds."""
     settings: dict[str, Any] = {
         **SETTINGS,
+        **(DEEPEP if options.arm != "alltoall" else {}),
+        **(made(logs / "made.jsonl") if options.data == "made" else {}),
         "policy.model_name": options.model,
         "policy.megatron_cfg.expert_model_parallel_size": options.hosts * options.ranks,
         "cluster.num_nodes": options.hosts,
@@ -161,7 +196,15 @@ def cluster(options: argparse.Namespace) -> Iterator[None]:
     """
     words = ("--node-ip-address", options.leader, "--port", str(options.port))
     subprocess.run(
-        ray("start", "--head", "--disable-usage-stats", *words, "--num-gpus", str(options.ranks)),
+        ray(
+            "start",
+            "--head",
+            "--include-dashboard=false",
+            "--disable-usage-stats",
+            *words,
+            "--num-gpus",
+            str(options.ranks),
+        ),
         check=True,
     )
     try:
@@ -218,7 +261,7 @@ def grpo(options: argparse.Namespace) -> None:
         lines: list[str] = []
         with subprocess.Popen(
             run, cwd=options.checkout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", env=worker_environment(os.environ),
+            text=True, errors="replace", env=worker_environment(os.environ, Path(logs)),
         ) as process:  # fmt: skip
             for line in process.stdout or ():
                 sys.stdout.write(line)
@@ -229,10 +272,14 @@ def grpo(options: argparse.Namespace) -> None:
         raise Refused(f"nemo-rl: run_grpo.py ended with {process.returncode}; read its log above")
 
 
-def worker_environment(env: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Ray shows one line for equal ones of many workers, so that fifteen ranks would be missing;
-    and NeMo RL's workers would make environments of their own, without our hook and DeepEP."""
-    return {**env, "RAY_DEDUP_LOGS": "0", "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}
+    NeMo RL's workers would make environments of their own, without our hook and DeepEP; rank 0
+    converts the model once, to where every host of a fleet must see it; and vLLM compiles its
+    model, which a rollout's program has no use for."""
+    given = {"NRL_MEGATRON_CHECKPOINT_DIR": str(scratch / "converted"), **env}
+    given.pop("TORCHDYNAMO_DISABLE", None)
+    return {**given, "RAY_DEDUP_LOGS": "0", "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}
 
 
 def write(
@@ -283,6 +330,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--leader", default="127.0.0.1")
     add("--port", type=int, default=6379)
     add("--model", default="", help="grpo: a hub id or a folder")
+    add(
+        "--data",
+        choices=("recipe", "made"),
+        default="recipe",
+        help="grpo: the recipe's, or made up",
+    )
     add("--checkout", default="/opt/nemo-rl", help="grpo: NeMo RL's repository, with examples/")
     options, overrides = parser.parse_known_args(argv)
     options.overrides = overrides

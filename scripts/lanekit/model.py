@@ -8,7 +8,8 @@ download, so every byte is the same on every machine and every Python. Tests hol
 published model's shape without weights, for an engine that makes them up (`--load-format dummy`).
 `qwen3-moe-4layer-random` has four layers of that shape and real random weights in block FP8, so
 that what it answers depends on every exchange; in its `-skewed` sister no token ever chooses an
-expert of the upper half, which leaves one of two ranks without any.
+expert of the upper half, which leaves one of two ranks without any. The `-bf16` one, 5 GB, is to be
+trained.
 
 AIPerf counts output by tokenizing the text, so a model that babbles raw bytes seems to answer fewer
 tokens than it was asked for. Hence a vocabulary of made-up words, nearly every one a token that
@@ -128,6 +129,7 @@ SHAPES: Final = {
     ),
     "qwen3-moe-4layer-random": _RANDOM,
     "qwen3-moe-4layer-random-skewed": replace(_RANDOM, skewed=True),
+    "qwen3-moe-4layer-random-bf16": replace(_RANDOM, fp8=False),
 }  # fmt: skip
 
 

@@ -279,6 +279,7 @@ def _own(name: str) -> list[str]:
         "cpu": [*_armed(ALONE), *VLLM],
         "train-gloo": _armed(ALONE) + _said(ALONE, "megatron", "backend=gloo dispatcher=alltoall"),
         "train-one": _armed(ALONE) + _said(ALONE, "megatron", "backend=nccl dispatcher=alltoall"),
+        "nemo-rl-one": [*_armed(ALONE), "  \u2022 Loss: 0.0123"],
         "train-nvlink": _peers()
         + _armed(ONE)
         + _said(ONE, "megatron", "backend=nccl dispatcher=alltoall"),
@@ -304,6 +305,7 @@ def log(name: str) -> list[str]:
         "sglang-floor",
         "cpu",
         "cpu-gloo",
+        "nemo-rl-one",
     ):
         lines = _own(name)
     else:
@@ -338,6 +340,7 @@ SUBJECTS: Final = {
     "train-gloo": ("megatron", "alltoall", "cpu"),
     "train-one": ("megatron", "alltoall", "h200x1"),
     "train-nvlink": ("megatron", "alltoall", "h200x2"),
+    "nemo-rl-one": ("nemo-rl", "alltoall-grpo", "h200x1"),
     **{
         name: (
             lane,

@@ -289,6 +289,14 @@ def test_a_model_in_block_fp8_has_a_scale_for_every_block() -> None:
     assert max(each["data_offsets"][1] for each in tensors.values()) == len(data) - 8 - size
 
 
+def test_a_model_to_be_trained_is_all_bfloat16() -> None:
+    name = f"{RANDOM}-bf16"
+    tensors = _tensors(b"".join(model.weights(small(name))))
+    assert {each["dtype"] for each in tensors.values()} == {"BF16"}
+    assert not [each for each in tensors if "scale" in each]
+    assert b"quantization_config" not in model.files(small(name))["config.json"]
+
+
 def _values(data: bytes, name: str) -> bytes:
     (size,) = struct.unpack("<Q", data[:8])
     begin, end = _tensors(data)[name]["data_offsets"]

@@ -116,12 +116,35 @@ def test_the_command_spans_the_fleet_and_takes_more_settings(drive: ModuleType) 
     assert command[-1] == "grpo.seed=7"
 
 
+def test_one_gpu_trains_on_made_data_without_deepep(drive: ModuleType, tmp_path: Path) -> None:
+    chosen = options(drive, "--data=made", "policy.max_total_sequence_length=256")
+    chosen.arm, chosen.hosts, chosen.ranks = "alltoall", 1, 1
+    command = drive.command(chosen, tmp_path)
+    assert "policy.megatron_cfg.expert_model_parallel_size=1" in command
+    assert not [word for word in command if "deepep" in word or "flex" in word]
+    assert command[-1] == "policy.max_total_sequence_length=256"
+    (path,) = [word.partition("=")[2] for word in command if "data_path" in word]
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert len(rows) == 32
+    assert all(word.startswith("te") for word in rows[0]["output"].split())
+    assert len({row["input"] for row in rows}) == 32
+
+
+def test_a_fleet_takes_the_data_of_the_recipe(drive: ModuleType, tmp_path: Path) -> None:
+    assert not [x for x in drive.command(options(drive), tmp_path) if x.startswith("data.")]
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_rank_s_evidence_is_folded_away(drive: ModuleType) -> None:
-    assert drive.worker_environment({"A": "1"}) == {
+    env = {"A": "1", "TORCHDYNAMO_DISABLE": "1"}
+    assert drive.worker_environment(env, Path("/s")) == {
         "A": "1",
+        "NRL_MEGATRON_CHECKPOINT_DIR": "/s/converted",
         "RAY_DEDUP_LOGS": "0",
         "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
     }
+    shared = {"NRL_MEGATRON_CHECKPOINT_DIR": "/fleet"}
+    assert drive.worker_environment(shared, Path("/s"))["NRL_MEGATRON_CHECKPOINT_DIR"] == "/fleet"
 
 
 # --- judged
