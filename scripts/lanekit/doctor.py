@@ -308,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
     if args.pids and not args.reap:
         raise ConfigError("PIDS= ends processes, with REAP=1 alone", remedy="Add REAP=1.")
     if args.reap:
-        ended = reap(_contexts(case), _numbers(args.pids, "PIDS"))
+        ended = reap(_contexts(case), _numbers(args.pids, "PIDS", below=1 << 22))
         print(f"ended: {', '.join(map(str, ended)) or 'none'}", file=sys.stderr)
     case = ask(case, _hosts(args, case, here), folder(args.results))
     findings = examine(case)
@@ -339,7 +339,7 @@ def _case(args: argparse.Namespace, here: machine.Machine) -> Case:
             launcher=args.launcher, start=False,
         )  # fmt: skip
         plan = planning.make(options, here)
-    ports = _numbers(args.ports, "PORTS") or (PORTS if profile.hosts > 1 else ())
+    ports = _numbers(args.ports, "PORTS", below=1 << 16) or (PORTS if profile.hosts > 1 else ())
     return Case(profile, (), checks.rules(), plan, ports, pinned=_pinned(plan))
 
 
@@ -364,9 +364,11 @@ def folder(results: str) -> Path:
     return next(each for each in (place, *place.parents) if each.is_dir())
 
 
-def _numbers(words: str, option: str) -> tuple[int, ...]:
+def _numbers(words: str, option: str, *, below: int) -> tuple[int, ...]:
     found = words.replace(",", " ").split()
-    bad = [word for word in found if not word.isdigit() or not 0 < int(word) < 1 << 22]
+    bad = [word for word in found if not word.isdecimal() or not 0 < int(word) < below]
     if bad:
-        raise ConfigError(f"{option}: '{bad[0]}' is no number", remedy=f"Write {option}=1,2.")
+        raise ConfigError(
+            f"{option}: '{bad[0]}' is no number below {below}", remedy=f"Write {option}=1,2."
+        )
     return tuple(int(word) for word in found)

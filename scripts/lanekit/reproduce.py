@@ -200,7 +200,7 @@ def nearest(name: Name, here: Machine) -> str:
             if fits:
                 best = max(fits, key=lambda profile: profile.gpus).name
                 arm = name.arm if same and best in same.contracts else lane.profiles[best].arm
-                cells = list(lane.workload.cells)
+                cells = list(spec.cells(lane, arm))  # its own sweep: a rollout has no GRPO step
                 cell = name.cell if name.cell in cells else cells[0]
                 return f"make reproduce ROW={lane.name}/{arm}/{cell} PROFILE={best}"
     return "make verify-logs RESULTS=DIR"

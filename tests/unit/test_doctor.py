@@ -511,6 +511,7 @@ def test_the_text_groups_what_failed_what_is_unknown_and_what_is_well(
         (["--profile", "p9"], "no profile named 'p9'"),
         (["--profile", "h200x2", "--lane", "micro", "--arm", "gloo"], "does not run on profile"),
         (["--profile", "cpu", "--ports", "http"], "PORTS: 'http' is no number"),
+        (["--profile", "cpu", "--ports", "65536"], "PORTS: '65536' is no number below 65536"),
         (["--profile", "cpu", "--pids", "1"], "PIDS= ends processes, with REAP=1 alone"),
         (["--profile", "cpu", "--reap", "--pids", "x"], "PIDS: 'x' is no number"),
         (["--profile", "cpu", "--reap", "--pids", "1"], "pid 1 holds no GPU here"),

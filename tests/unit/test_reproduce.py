@@ -110,6 +110,11 @@ def test_the_nearest_row_keeps_the_lane_before_it_changes_it(bare: Machine) -> N
     assert near == "make reproduce ROW=micro/gloo/sweep PROFILE=cpu"
 
 
+def test_the_nearest_row_is_one_of_its_arm_s_own_sweep(bare: Machine) -> None:
+    near = reproduce.nearest(Name("nemo-rl", "v2-grpo", "grpo"), bare)
+    assert near == "make reproduce ROW=nemo-rl/alltoall-rollout/rollout PROFILE=cpu"
+
+
 @pytest.mark.usefixtures("known_lanes")
 def test_a_lane_of_fleets_alone_sends_to_another(bare: Machine) -> None:
     near = reproduce.nearest(Name("trtllm", "seam", "c4"), bare)
