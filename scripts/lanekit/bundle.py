@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, cast
 
 import msgspec
 
-from lanekit import contract, drop, interrupt, paths, spec
+from lanekit import contract, drop, interrupt, paths, pins, spec
 from lanekit.errors import ConfigError, EnvironmentFailed, Interrupted
 
 FORMAT: Final = 1
@@ -124,7 +124,7 @@ def _environment(lock: Path, present: Mapping[str, str]) -> Environment:
             f"no lock {lock.name} in locks/", remedy="See locks/README.md for how one is resolved."
         )
     carried, linked = [], []
-    for requirement in requirements(lock.read_text()):
+    for requirement in pins.requirements(lock.read_text()):
         name, version = name_and_version(requirement)
         if name in NOT_NEEDED_THERE:
             continue
@@ -133,19 +133,6 @@ def _environment(lock: Path, present: Mapping[str, str]) -> Environment:
         else:
             carried.append(requirement)
     return Environment(tuple(carried), tuple(linked))
-
-
-def requirements(lock: str) -> Iterator[str]:
-    """The requirements of a hashed lock, each with its hash lines."""
-    lines = [line for line in lock.splitlines() if line and not line.lstrip().startswith("#")]
-    block: list[str] = []
-    for line in lines:
-        if not line[0].isspace() and block:
-            yield "\n".join(block)
-            block = []
-        block.append(line)
-    if block:
-        yield "\n".join(block)
 
 
 def name_and_version(requirement: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from typing import Final
 import msgspec
 import requests
 
-from lanekit import paths, toml
+from lanekit import paths, pins, toml
 from lanekit.errors import EnvironmentFailed, saying
 
 Say = Callable[[str], None]
@@ -224,13 +224,10 @@ def _tag(home: Path) -> str:
 def _blocks(lock: str) -> dict[str, str]:
     """Each requirement of a lock, hashes and all, by package name."""
     found: dict[str, str] = {}
-    name = ""
-    for line in lock.splitlines(keepends=True):
-        start = re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?==", line)
-        if start:
+    for block in pins.requirements(lock):
+        if start := re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?==", block):
             name = start[1].lower()
-        if name and not line.startswith("#"):
-            found[name] = found.get(name, "") + line
+            found[name] = found.get(name, "") + block + "\n"
     return found
 
 

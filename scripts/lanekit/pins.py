@@ -142,6 +142,11 @@ def locked(lock: Path, project: str) -> str:
     return version
 
 
+def requirements(lock: str) -> list[str]:
+    """The requirements of a hashed lock's text, each with its hash lines."""
+    return re.findall(r"^(?![\s#]).+(?:\n[ \t]+[^#\s].*)*", lock, re.M)
+
+
 def packages(lock: Path) -> dict[str, str]:
     """Every package of a hashed requirements file, with its version. Raises ConfigError: the lock
     cannot be read."""

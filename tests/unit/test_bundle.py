@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lanekit import bundle, cli, drop, paths
+from lanekit import bundle, cli, drop, paths, pins
 from lanekit.errors import ConfigError, EnvironmentFailed
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -36,7 +36,7 @@ uv==0.13.9 \\
 
 
 def test_requirements_keep_their_hashes() -> None:
-    torch, nccl, yaml, uv = bundle.requirements(LOCK)
+    torch, nccl, yaml, uv = pins.requirements(LOCK)
     assert torch == "torch==2.11.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb"
     assert bundle.name_and_version(nccl) == ("nvidia-nccl-cu13", "2.30.4")
     assert bundle.name_and_version(yaml) == ("ruamel-yaml", "0.18.17")
