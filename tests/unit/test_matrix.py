@@ -76,7 +76,8 @@ def test_an_arm_is_planned_wherever_it_fits(lane: str, arm: str, profile: str) -
     assert found.cells
     assert not [word for command in commands(found) for word in command if re.search(r"\$\{", word)]
     assert plan.render(found)
-    assert found.pins
+    # In place in an interpreter that is given (SERVER_PYTHON=), only that can say its versions.
+    assert found.pins or (found.containers is None and not found.environments["server"].locks)
     busy = {host.name for host in found.hosts}
     assert len(busy) == fleet.hosts
     assert sum(host.ranks for host in found.hosts) == found.ranks == fleet.ranks
