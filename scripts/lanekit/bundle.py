@@ -31,8 +31,10 @@ INSTALLER: Final = "bundle-install.sh"
 ENVIRONMENT_INSTALLER: Final = "bundle_environment.py"
 PYTHON: Final = "3.12"
 NEWEST_GLIBC: Final = 35  # minor of 2.35, Ubuntu 22.04; one of vLLM's wheels needs 2.31
-# Environments are made from wheels there: what makes them from locks (20 MB), or builds, stays out.
-NOT_NEEDED_THERE: Final = frozenset({"uv", "setuptools"})
+# Environments are made from wheels there, so the tool that makes them from locks stays out (20 MB).
+# setuptools does not: an engine imports it at run time, and one whose bundle lacked it ended in "No
+# module named 'setuptools'" (vLLM 0.20.2 and SGLang 0.5.11 on an H200, 2026-12-01).
+NOT_NEEDED_THERE: Final = frozenset({"uv"})
 BLOCK: Final = 1 << 20
 
 

@@ -32,11 +32,13 @@ Ruamel.YAML==0.18.17 \\
     --hash=sha256:dd
 uv==0.13.9 \\
     --hash=sha256:ee
+setuptools==81.0.0 \\
+    --hash=sha256:ff
 """
 
 
 def test_requirements_keep_their_hashes() -> None:
-    torch, nccl, yaml, uv = pins.requirements(LOCK)
+    torch, nccl, yaml, uv, _ = pins.requirements(LOCK)
     assert torch == "torch==2.11.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb"
     assert bundle.name_and_version(nccl) == ("nvidia-nccl-cu13", "2.30.4")
     assert bundle.name_and_version(yaml) == ("ruamel-yaml", "0.18.17")
@@ -94,7 +96,8 @@ def test_what_the_machine_has_is_linked(locks: Path, tmp_path: Path) -> None:
     assert set(planned) == {"server", "aiperf", "lanekit"}
     server = planned["server"]
     assert server.linked == ("torch==2.11.0", "ruamel-yaml")
-    assert [bundle.name_and_version(item)[0] for item in server.carried] == ["nvidia-nccl-cu13"]
+    carried = [bundle.name_and_version(item)[0] for item in server.carried]
+    assert carried == ["nvidia-nccl-cu13", "setuptools"]  # engines import setuptools, never uv
     assert server.extra == (deepep,)
 
 

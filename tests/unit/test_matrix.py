@@ -84,6 +84,13 @@ def test_an_arm_is_planned_wherever_it_fits(lane: str, arm: str, profile: str) -
     assert LANES[lane].workload.driver == "batch" or found.services
 
 
+@pytest.mark.parametrize(("lane", "arm", "profile"), [row for row in FITS if row[0] != "llmd"])
+def test_an_arm_arms_the_hook(lane: str, arm: str, profile: str) -> None:
+    """Without it nothing shows that no buffer was there: sglang/dense on one H200 was no row for
+    want of a transport of its contract's name (2026-12-01). Routing is judged by its own logs."""
+    assert given(made(lane, arm, profile))["LANE_EVIDENCE"] == "1"
+
+
 def told(lane: str, arm: str, profile: str, launcher: str) -> plan.Plan | None:
     """The plan of a row with its hosts; None where a launcher that is asked for refuses it."""
     fleet = spec.profile(profile)
