@@ -25,6 +25,7 @@ ROWS: Final = 1 << 14  # of a log's table; the largest sweep prints 150
 FIRSTS: Final = frozenset(  # how rows of the two programs begin
     b"copy-local copy-peer launch dispatch combine pair all_to_all floor reference arm".split()
 )
+BULLET: Final = "  • ".encode()  # how NeMo RL's figures of a step begin, three to five words
 SHOWN: Final = 8  # of what is wrong
 TORCHRUN: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what a program's options follow from, too
 
@@ -50,9 +51,9 @@ def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ..
     whole: Any = stream  # unbuffered: a line would be read byte by byte
     buffered = io.BufferedReader(whole, 1 << 20)
     for line in iter(lambda: buffered.readline(LINE), b""):
-        if line.partition(b" ")[0] in firsts:
+        if line.startswith(BULLET) or line.partition(b" ")[0] in firsts:
             words = tuple(line.decode(errors="replace").split(None, 12))
-            if 8 <= len(words) <= 11:
+            if 8 <= len(words) <= 11 or (words[0] == "•" and 3 <= len(words) <= 5):
                 found.add(words)
         if len(found) > ROWS:
             raise Unreadable(

@@ -89,6 +89,7 @@ def judge(
         place = Place(file, len(taken.records))
         checks += [_check(name, place, rule(asked)) for rule in RULES.get((engine, name), TRAINING)]
         checks += _beside(name, place, taken) if engine == "megatron-core" else []
+        checks += [_figures(name, place, taken)] if (engine, name) == ("nemo-rl", "grpo") else []
     return [*checks, batch.clocks({name: taken for name, (_, taken) in cells.items()})]
 
 
@@ -117,6 +118,26 @@ def _beside(name: str, place: Place, taken: Taken) -> list[Check]:
             seen=seen,
         ),
     ]
+
+
+def _figures(name: str, place: Place, taken: Taken) -> Check:
+    """The steps' figures beside the lines of NeMo RL that they were read from."""
+    steps = [r for r in taken.records if r.kind == "step"]
+    shown = [row for each in steps for row in _bullets(each)]
+    heads = {row[:-1] for row in shown}
+    told, unsaid = batch.said(taken, shown, lambda line: line[:-1] in heads)
+    seen = f"{len(steps)} steps of the log"
+    good: Outcome = told if steps else "unchecked"
+    why = "NeMo RL's log shows the same figures"
+    return batch.check(f"{name}-printed", place, why, good=good, wrong=unsaid, seen=seen)
+
+
+def _bullets(step: Record) -> Iterator[tuple[str, ...]]:
+    """What NeMo RL prints of a step, as words (grpo.py of 46be4e8, 2112-2149)."""
+    yield "•", "Loss:", f"{_of(step.loss):.4f}"
+    yield "•", "Avg", "Reward:", f"{_of(step.reward):.4f}"
+    yield "•", "Mean", "Generation", "Length:", f"{_of(step.tokens):.4f}"
+    yield "•", "Total", "step", "time:", f"{_of(step.ms) / 1e3:.2f}s"
 
 
 def _table(records: Iterable[Record]) -> Iterator[list[str]]:

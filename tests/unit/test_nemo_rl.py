@@ -1,9 +1,10 @@
 """The nemo-rl lane: NeMo RL's log read, its commands made, its drops judged.
 
 LOG has the lines that nemo_rl/algorithms/grpo.py of 46be4e8 prints (1416-1424, 2112-2149); the
-parser was also run over what that code itself printed (2026-11-30). No log of a real run is public.
+parser was also run over what that code itself printed (2026-11-30); results/ holds a run's log.
 """
 
+import io
 import json
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lanekit import compare, paths, programs, published, training
+from lanekit import batch, compare, paths, programs, published, training
 from lanekit.batch import Taken
 from lanekit.load import Run, window
 from lanekit.verdict import Verdict
@@ -165,15 +166,16 @@ def grpo(drive: ModuleType, tmp_path: Path) -> Callable[..., dict[str, str]]:
         chosen = options(drive)
         chosen.out = tmp_path
         begun = time.time()
-        drive.write(
-            chosen, drive.steps(log("0.1", "-0.2", "0.3")), logged, whole=True, started=begun
-        )
+        told = log("0.1000", "-0.2000", "0.3000")
+        drive.write(chosen, drive.steps(told), logged, whole=True, started=begun)
         path = tmp_path / training.NAME
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         edit(lines)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         run = Run(window(begun - 60, begun + 60), {"cell grpo": 12.0})
-        cells = {"grpo": (training.NAME, Taken(training.read(path), run=run))}
+        found = training.read(path)
+        shown = batch.printed(io.BytesIO("".join(told).encode()), found)
+        cells = {"grpo": (training.NAME, Taken(found, log=shown, run=run))}
         checks = training.judge(cells, 16, arm=arm, nics=16, engine="nemo-rl")
         return {x.id.removeprefix("grpo-"): x.outcome for x in checks}
 
@@ -185,7 +187,7 @@ def step(number: int, **fields: object) -> Edit:
 
 
 def test_a_whole_run_meets_every_rule(grpo: Callable[..., dict[str, str]]) -> None:
-    assert grpo() == dict.fromkeys(("complete", "rollouts", "split", "same-run"), "met")
+    assert grpo() == dict.fromkeys(("complete", "rollouts", "split", "printed", "same-run"), "met")
 
 
 @pytest.mark.parametrize(
@@ -203,12 +205,20 @@ def test_a_whole_run_meets_every_rule(grpo: Callable[..., dict[str, str]]) -> No
         (step(2, ms=None), "split"),
         (step(2, ms=60_000.0), "split"),
         (step(2, seconds={"generation": 1.0, "policy_training": 1.0}), "split"),
+        (step(2, loss=-0.25, reward=0.5), "printed"),
+        (lambda lines: [step(n, ms=84_000.0 + n * 100)(lines) for n in (1, 2, 3)], "printed"),
     ],
 )
 def test_a_broken_run_fails_its_rule(
     grpo: Callable[..., dict[str, str]], edit: Edit, rule: str
 ) -> None:
     assert grpo(edit)[rule] == "failed"
+
+
+def test_one_figure_that_the_log_has_otherwise_is_no_proof(
+    grpo: Callable[..., dict[str, str]],
+) -> None:
+    assert grpo(step(2, loss=-0.25))["printed"] == "unchecked"  # a torn line looks the same
 
 
 def test_another_arm_than_the_row_s_is_refused(grpo: Callable[..., dict[str, str]]) -> None:
