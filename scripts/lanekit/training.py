@@ -95,41 +95,37 @@ def judge(
 
 def _beside(name: str, place: Place, taken: Taken) -> list[Check]:
     """The records of train.py beside the planned command and the log."""
-    found, empty = batch.options(taken), not taken.records
-    told, unsaid = batch.said(
+    found = batch.options(taken)
+    planned = batch.check(
+        f"{name}-planned",
+        place,
+        "it trained as planned",
+        good="unchecked" if found is None or not taken.records else "met",
+        wrong=found[2] if found else (),
+        seen=_seen(taken),
+    )
+    told = batch.said(
         taken, _table(taken.records), lambda line: line[0] in ROLES and line[-1] == "ms"
     )
-    seen = f"{len(_steps(taken.records, 'arm'))} steps of the arm"
-    return [
-        batch.check(
-            f"{name}-planned",
-            place,
-            "it trained as planned",
-            good="unchecked" if found is None or empty else "met",
-            wrong=found[2] if found else (),
-            seen=seen,
-        ),
-        batch.check(
-            f"{name}-printed",
-            place,
-            "its log shows the same figures",
-            good="unchecked" if empty else told,
-            wrong=unsaid,
-            seen=seen,
-        ),
-    ]
+    return [planned, _printed(name, place, taken, told if taken.records else ("unchecked", []))]
 
 
 def _figures(name: str, place: Place, taken: Taken) -> Check:
     """The steps' figures beside the lines of NeMo RL that they were read from."""
-    steps = [r for r in taken.records if r.kind == "step"]
-    shown = [row for each in steps for row in _bullets(each)]
+    shown = [row for each in taken.records if each.kind == "step" for row in _bullets(each)]
     heads = {row[:-1] for row in shown}
-    told, unsaid = batch.said(taken, shown, lambda line: line[:-1] in heads)
-    seen = f"{len(steps)} steps of the log"
-    good: Outcome = told if steps else "unchecked"
-    why = "NeMo RL's log shows the same figures"
-    return batch.check(f"{name}-printed", place, why, good=good, wrong=unsaid, seen=seen)
+    told = batch.said(taken, shown, lambda line: line[:-1] in heads)
+    return _printed(name, place, taken, told if shown else ("unchecked", []))
+
+
+def _printed(name: str, place: Place, taken: Taken, said: tuple[Outcome, list[str]]) -> Check:
+    why = "its log shows the same figures"
+    good, wrong = said
+    return batch.check(f"{name}-printed", place, why, good=good, wrong=wrong, seen=_seen(taken))
+
+
+def _seen(taken: Taken) -> str:
+    return f"{len(_steps(taken.records, 'arm'))} steps of the arm"
 
 
 def _bullets(step: Record) -> Iterator[tuple[str, ...]]:

@@ -60,7 +60,8 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class CellRow(Figures, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The figures of one load point."""
+    """The figures of one load point. Rates in tokens/s, latencies in ms, duration in s; None is
+    what could not be read, never zero."""
 
     name: str
     folder: str
