@@ -137,13 +137,15 @@ def completions(folder: Path, step: int) -> int | None:
         return sum(1 for _ in lines)
 
 
-def records(found: Iterable[Step], arm: str, logged: Path) -> Iterator[dict[str, object]]:
-    """The records of the steps. A figure that is no number stands as null: JSON has no nan."""
+def records(found: Iterable[Step], arm: str, logged: Path | None) -> Iterator[dict[str, object]]:
+    """The records of the steps. A figure that is no number stands as null: JSON has no nan. logged:
+    where NeMo RL logged completions, if it is there still."""
     for step in found:
         yield {
             "v": FORMAT, "kind": "step", "role": "arm", "dispatcher": arm, "step": step.step,
             "loss": _finite(step.loss), "reward": _finite(step.reward),
-            "tokens": _finite(step.tokens), "completions": completions(logged, step.step),
+            "tokens": _finite(step.tokens),
+            "completions": completions(logged, step.step) if logged else None,
             "ms": None if step.total_s is None else round(step.total_s * 1e3, 3),
             "seconds": step.seconds,
         }  # fmt: skip
@@ -282,17 +284,21 @@ def worker_environment(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
     return {**given, "RAY_DEDUP_LOGS": "0", "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1"}
 
 
+def settings(options: argparse.Namespace) -> dict[str, object]:
+    """What the records say of the run."""
+    return {"steps": STEPS, "completions": PROMPTS * GENERATIONS, "command": options.overrides}
+
+
 def write(
     options: argparse.Namespace, found: Sequence[Step], logs: Path, *, whole: bool, started: float
 ) -> None:
     """Leave steps.jsonl; its last record says that NeMo RL ended well. started: since the epoch."""
-    settings = {"steps": STEPS, "completions": PROMPTS * GENERATIONS, "command": options.overrides}
     lines: list[dict[str, object]] = [
         {
             "v": FORMAT,
             "kind": "run",
             "world": options.hosts * options.ranks,
-            "settings": settings,
+            "settings": settings(options),
             "started": started,
         },
         *records(found, options.arm, logs),

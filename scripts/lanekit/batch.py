@@ -9,7 +9,7 @@ import datetime
 import functools
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -18,27 +18,29 @@ from lanekit import load, paths, programs
 from lanekit.errors import Unreadable
 from lanekit.verdict import Check, Outcome, Place
 
-PROGRAMS: Final = {"ep_bench.py": "micro", "train.py": "megatron"}  # file -> lane
+# file -> lane
+PROGRAMS: Final = {"ep_bench.py": "micro", "train.py": "megatron", "drive.py": "nemo-rl"}
 LINE: Final = 1 << 16  # bytes of a log's line that are looked at; a row has 110
 EPOCHS: Final = (946_684_800, 4_102_444_800)  # seconds: 2000 to 2100
 ROWS: Final = 1 << 14  # of a log's table; the largest sweep prints 150
 FIRSTS: Final = frozenset(  # how rows of the two programs begin
     b"copy-local copy-peer launch dispatch combine pair all_to_all floor reference arm".split()
 )
-BULLET: Final = "  • ".encode()  # how NeMo RL's figures of a step begin, three to five words
+TOLD: Final = (b"=", "  • ".encode())  # how the head of a NeMo RL step and its figures begin
 SHOWN: Final = 8  # of what is wrong
 TORCHRUN: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")  # what a program's options follow from, too
 
 
 class Taken(msgspec.Struct, frozen=True):
     """A cell as it was taken. records: have `kind`, `settings`, `started`, `ended`. command: the
-    planned one. log: words of the lines that it printed and that may be rows of its table. run:
-    what the manifest says of time."""
+    planned one. log: words of the lines that it printed and that may be rows of its table. told:
+    lines that NeMo RL's steps are read from. run: what the manifest says of time."""
 
     records: Sequence[Any]
     command: tuple[str, ...] = ()
     log: frozenset[tuple[str, ...]] = frozenset()
     run: load.Run | None = None
+    told: tuple[str, ...] = ()
 
 
 def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ...]]:
@@ -51,16 +53,33 @@ def printed(stream: BinaryIO, records: Iterable[Any]) -> frozenset[tuple[str, ..
     whole: Any = stream  # unbuffered: a line would be read byte by byte
     buffered = io.BufferedReader(whole, 1 << 20)
     for line in iter(lambda: buffered.readline(LINE), b""):
-        if line.startswith(BULLET) or line.partition(b" ")[0] in firsts:
+        if line.partition(b" ")[0] in firsts:
             words = tuple(line.decode(errors="replace").split(None, 12))
-            if 8 <= len(words) <= 11 or (words[0] == "•" and 3 <= len(words) <= 5):
+            if 8 <= len(words) <= 11:
                 found.add(words)
-        if len(found) > ROWS:
-            raise Unreadable(
-                f"a cell's log holds more than {ROWS} rows of its table",
-                remedy="No program prints so many: fetch the log again.",
-            )
+        _require_few(found)
     return frozenset(found)
+
+
+def told(stream: BinaryIO) -> tuple[str, ...]:
+    """The lines of a log that NeMo RL's steps are read from, in its order. Raises Unreadable: there
+    are more than ROWS."""
+    found: list[str] = []
+    whole: Any = stream
+    buffered = io.BufferedReader(whole, 1 << 20)
+    for line in iter(lambda: buffered.readline(LINE), b""):
+        if line.startswith(TOLD):
+            found.append(line.decode(errors="replace"))
+        _require_few(found)
+    return tuple(found)
+
+
+def _require_few(found: Collection[object]) -> None:
+    if len(found) > ROWS:
+        raise Unreadable(
+            f"a cell's log holds more than {ROWS} rows of its table",
+            remedy="No program prints so many: fetch the log again.",
+        )
 
 
 def check(
@@ -107,13 +126,10 @@ def _told(line: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
 def options(taken: Taken) -> tuple[Any, argparse.Namespace, list[str]] | None:
     """The program of a planned command, its options, and what the records say otherwise of them;
     None where the command is no program's or would not start."""
-    at = next((n for n, x in enumerate(taken.command) if x.rpartition("/")[2] in PROGRAMS), None)
-    if at is None:
+    planned = asking(taken)
+    if planned is None:
         return None
-    program = _program(taken.command[at].rpartition("/")[2])
-    asked = _parsed(program, taken.command[at + 1 :])
-    if asked is None:
-        return None
+    program, asked = planned
     known: dict[str, Any] = next((r.settings for r in taken.records if r.kind == "run"), {})
     # An option that is newer than the records was not set: it had its default.
     needed = [f"--{key}={getattr(asked, key)}" for key in ("backend", "arm") if hasattr(asked, key)]
@@ -125,6 +141,16 @@ def options(taken: Taken) -> tuple[Any, argparse.Namespace, list[str]] | None:
         if key != "out" and settings.get(key) != value
     ]
     return program, asked, wrong
+
+
+def asking(taken: Taken) -> tuple[Any, argparse.Namespace] | None:
+    """The program of a planned command and its options; None as for `options`."""
+    at = next((n for n, x in enumerate(taken.command) if x.rpartition("/")[2] in PROGRAMS), None)
+    if at is None:
+        return None
+    program = _program(taken.command[at].rpartition("/")[2])
+    asked = _parsed(program, taken.command[at + 1 :])
+    return None if asked is None else (program, asked)
 
 
 def _parsed(program: Any, words: Sequence[str]) -> argparse.Namespace | None:

@@ -242,11 +242,16 @@ def _taken(subject: Subject, manifest: Manifest, cell: str, found: Sequence[Any]
     """A cell's records beside its command, its log and the run's clock."""
     planned = reading.dig(manifest.plan, "cells", cell)
     name, command = str(reading.dig(planned, "log")), reading.array(reading.dig(planned, "command"))
-    printed: frozenset[tuple[str, ...]] = frozenset()
+    taken = batch.Taken(found, tuple(map(str, command)), run=row.clock(manifest))
     for log in (each.path for each in subject.logs if each.unpacked == name):
         with logs.opened(log) as stream:
-            printed = batch.printed(stream, found)
-    return batch.Taken(found, tuple(map(str, command)), printed, row.clock(manifest))
+            more = (
+                {"told": batch.told(stream)}
+                if subject.lane == "nemo-rl"
+                else {"log": batch.printed(stream, found)}
+            )
+        taken = msgspec.structs.replace(taken, **more)
+    return taken
 
 
 def _trained(

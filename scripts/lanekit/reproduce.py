@@ -26,7 +26,7 @@ from lanekit import (
     spec,
 )
 from lanekit import drop as drops
-from lanekit.errors import ConfigError, LaneError, Unreadable
+from lanekit.errors import ConfigError, LaneError, Unreadable, require_known
 from lanekit.machine import Machine
 from lanekit.manifest import Manifest
 from lanekit.plan import Plan
@@ -82,6 +82,8 @@ def _require_declared(name: Name) -> None:
             f"ROW: lane {name.lane} has no arm '{name.arm}'", remedy=f"Known: {known}."
         )
     spec.cells(found, name.arm, [name.cell])
+    if own := found.arms[name.arm].cells:  # a rollout's arm starts no GRPO
+        require_known(name.cell, own, "cell", option=f"ROW: {name.lane}/{name.arm}")
 
 
 def run(args: argparse.Namespace, options: planning.Options) -> int:

@@ -1,5 +1,6 @@
 """What a training lane's program leaves: its steps read, judged, and laid beside the reference."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -111,11 +112,20 @@ def _beside(name: str, place: Place, taken: Taken) -> list[Check]:
 
 
 def _figures(name: str, place: Place, taken: Taken) -> Check:
-    """The steps' figures beside the lines of NeMo RL that they were read from."""
-    shown = [row for each in taken.records if each.kind == "step" for row in _bullets(each)]
-    heads = {row[:-1] for row in shown}
-    told = batch.said(taken, shown, lambda line: line[:-1] in heads)
-    return _printed(name, place, taken, told if shown else ("unchecked", []))
+    """All records but the count of completions beside what the lane's own program makes of the
+    planned command and of the log: a step left out, made up or moved is another record."""
+    planned = batch.asking(taken)
+    if planned is None or not taken.records:
+        return _printed(name, place, taken, ("unchecked", []))
+    program, asked = planned
+    made = program.records(program.steps(taken.told), asked.arm, None)
+    want = [program.settings(asked), *(msgspec.convert(each, Record) for each in made)]
+    steps = [r for r in taken.records if r.kind not in {"run", "done"}]
+    got = [taken.records[0].settings]
+    got += [msgspec.structs.replace(each, completions=None) for each in steps]
+    pairs = itertools.zip_longest(got, want)
+    wrong = [f"recorded {x!s:.200}, planned or told {y!s:.200}" for x, y in pairs if x != y]
+    return _printed(name, place, taken, ("met", wrong))
 
 
 def _printed(name: str, place: Place, taken: Taken, said: tuple[Outcome, list[str]]) -> Check:
@@ -126,14 +136,6 @@ def _printed(name: str, place: Place, taken: Taken, said: tuple[Outcome, list[st
 
 def _seen(taken: Taken) -> str:
     return f"{len(_steps(taken.records, 'arm'))} steps of the arm"
-
-
-def _bullets(step: Record) -> Iterator[tuple[str, ...]]:
-    """What NeMo RL prints of a step, as words (grpo.py of 46be4e8, 2112-2149)."""
-    yield "•", "Loss:", f"{_of(step.loss):.4f}"
-    yield "•", "Avg", "Reward:", f"{_of(step.reward):.4f}"
-    yield "•", "Mean", "Generation", "Length:", f"{_of(step.tokens):.4f}"
-    yield "•", "Total", "step", "time:", f"{_of(step.ms) / 1e3:.2f}s"
 
 
 def _table(records: Iterable[Record]) -> Iterator[list[str]]:

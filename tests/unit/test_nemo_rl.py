@@ -158,7 +158,9 @@ Edit = Callable[[list[dict[str, Any]]], object]
 def grpo(drive: ModuleType, tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Outcomes by rule of a whole run's records, after an edit."""
 
-    def outcomes(edit: Edit = list, arm: str = "v2-grpo") -> dict[str, str]:
+    def outcomes(
+        edit: Edit = list, arm: str = "v2-grpo", change: Callable[[list[str]], list[str]] = list
+    ) -> dict[str, str]:
         logged = tmp_path / "logged"
         logged.mkdir()
         for step in (1, 2, 3):
@@ -173,9 +175,10 @@ def grpo(drive: ModuleType, tmp_path: Path) -> Callable[..., dict[str, str]]:
         edit(lines)
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         run = Run(window(begun - 60, begun + 60), {"cell grpo": 12.0})
-        found = training.read(path)
-        shown = batch.printed(io.BytesIO("".join(told).encode()), found)
-        cells = {"grpo": (training.NAME, Taken(found, log=shown, run=run))}
+        shown = batch.told(io.BytesIO("".join(change(told)).encode()))
+        words = ("python", "drive.py", "grpo", "--arm=v2", "--out=x", "--hosts=2", "--ranks=8")
+        taken = Taken(training.read(path), words, run=run, told=shown)
+        cells = {"grpo": (training.NAME, taken)}
         checks = training.judge(cells, 16, arm=arm, nics=16, engine="nemo-rl")
         return {x.id.removeprefix("grpo-"): x.outcome for x in checks}
 
@@ -205,8 +208,18 @@ def test_a_whole_run_meets_every_rule(grpo: Callable[..., dict[str, str]]) -> No
         (step(2, ms=None), "split"),
         (step(2, ms=60_000.0), "split"),
         (step(2, seconds={"generation": 1.0, "policy_training": 1.0}), "split"),
-        (step(2, loss=-0.25, reward=0.5), "printed"),
-        (lambda lines: [step(n, ms=84_000.0 + n * 100)(lines) for n in (1, 2, 3)], "printed"),
+        (step(2, loss=-0.25), "printed"),
+        (step(2, reward=0.5), "printed"),
+        (step(2, tokens=900.0), "printed"),
+        (step(2, ms=84_000.0), "printed"),
+        (step(2, grad_norm=1.0), "printed"),
+        (lambda lines: lines[1]["seconds"].update(generation=0.01), "printed"),
+        (lambda lines: lines.insert(4, {**lines[3], "step": 4}), "printed"),
+        (lambda lines: lines.insert(1, {**lines[1], "role": "reference"}), "printed"),
+        (lambda lines: lines.insert(4, {"v": 1, "kind": "bytes", "tx_bytes": 9}), "printed"),
+        (lambda lines: lines[0]["settings"].update(completions=9, steps=4), "printed"),
+        (lambda lines: lines[0]["settings"].update(command=["grpo.seed=7"]), "printed"),
+        (lambda lines: [each.update(loss=0.3) for each in lines[1:4]], "printed"),
     ],
 )
 def test_a_broken_run_fails_its_rule(
@@ -215,10 +228,20 @@ def test_a_broken_run_fails_its_rule(
     assert grpo(edit)[rule] == "failed"
 
 
-def test_one_figure_that_the_log_has_otherwise_is_no_proof(
-    grpo: Callable[..., dict[str, str]],
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told[: len(told) * 2 // 3],
+        lambda told: [line.replace("Step 2/3", "Step 4/3") for line in told],
+        lambda told: [line for line in told if "Step 3/3" not in line],
+        lambda told: [line.replace("0.2000", "0.2001") for line in told],
+        lambda told: [line.replace("52.70s", "52.71s") for line in told],
+    ],
+)
+def test_a_log_of_other_steps_fails_its_rule(
+    grpo: Callable[..., dict[str, str]], change: Callable[[list[str]], list[str]]
 ) -> None:
-    assert grpo(step(2, loss=-0.25))["printed"] == "unchecked"  # a torn line looks the same
+    assert grpo(change=change)["printed"] == "failed"
 
 
 def test_another_arm_than_the_row_s_is_refused(grpo: Callable[..., dict[str, str]]) -> None:

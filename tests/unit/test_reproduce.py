@@ -39,6 +39,7 @@ def h200(bare: Machine, gpus: int, nics: int = 0) -> Machine:
         ("", "is not lane/arm/cell"),
         ("vllm/floor/c9", "no cell named 'c9'"),
         ("vllm/nope/c4", "lane vllm has no arm 'nope'"),
+        ("nemo-rl/alltoall-rollout/grpo", "alltoall-rollout: no cell named 'grpo'"),
         ("nope/v2/c4", "no lane named 'nope'"),
         ("trtllm/shim/c4", "trtllm/shim is a published row only: retired"),
     ],
